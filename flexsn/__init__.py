@@ -1,0 +1,8 @@
+"""flexsn: write one time step of a spiking neuron in plain PyTorch, get one fused kernel for the whole sequence."""
+
+from . import errors, surrogate
+from ._version import __version__
+from .module import FlexSN, detach_states, reset_net
+from .scan import ScanResult, scan
+
+__all__ = ["FlexSN", "ScanResult", "__version__", "detach_states", "errors", "reset_net", "scan", "surrogate"]

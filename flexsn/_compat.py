@@ -1,0 +1,33 @@
+"""Private names of PyTorch, all in one place, each with the versions in which it was seen: 2.11, 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (  # 2.11, 2.13
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
+
+__all__ = ["DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "decomposition_table", "disable_modes", "functional_overload"]
+
+DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
+
+
+def decomposition_table() -> dict[Any, Any]:
+    """ATen overload -> Python decomposition; imported on use (it pulls in much of PyTorch)."""
+    import torch._refs  # noqa: F401  registers the decompositions  (2.11, 2.13)
+    from torch._decomp import decomposition_table as table  # 2.11, 2.13
+
+    return table
+
+
+def functional_overload(func: Any) -> Any | None:
+    """`aten.add_.Tensor` -> `aten.add.Tensor`."""
+    base = func._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, base.removesuffix("_"), None) if base.endswith("_") else None
+    return getattr(packet, func._overloadname, None) if packet is not None else None

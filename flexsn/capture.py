@@ -1,0 +1,497 @@
+"""Capture: run a core once on fake tensors and write down every ATen op, with the user's source line.
+
+One dispatch mode records both step graphs: the core alone (`forward`), and the core followed by
+`torch.autograd.grad` of it (`vjp`). Every node of the result has a kind:
+
+- `static`: does not depend on time (params, captured tensors and what is computed from them): the prologue;
+- `step`: depends on an input, a state or a cotangent, element by element: the kernel;
+- `reduced` (vjp only): a linear function of sums over neurons, on the way to the gradient of a param: the epilogue.
+
+The mode sees what a replay of the graph would get wrong, and refuses it: random numbers, `.item()`, Python control
+flow on values, writes into operands or captured tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _compat, lower
+from .errors import (
+    CapturedMutationError,
+    CapturedTensorError,
+    ControlFlowError,
+    FlexSNError,
+    InPlaceError,
+    NotElementwiseError,
+    OperandMutationError,
+    ParamGradientError,
+    RandomOpError,
+    ScalarReadError,
+    UnsupportedDtypeError,
+    UnsupportedOpError,
+)
+from .signature import DTYPES, Signature, check_returns
+
+aten = torch.ops.aten
+
+# Uniform tensors: no operand data flows into them, so they are numbers in the kernel.
+_UNIFORM: dict[str, Callable[[tuple, dict], Any]] = {
+    "aten::zeros": lambda a, k: 0, "aten::zeros_like": lambda a, k: 0, "aten::new_zeros": lambda a, k: 0,
+    "aten::ones": lambda a, k: 1, "aten::ones_like": lambda a, k: 1, "aten::new_ones": lambda a, k: 1,
+    "aten::full": lambda a, k: a[1], "aten::full_like": lambda a, k: a[1], "aten::new_full": lambda a, k: a[2],
+    "aten::scalar_tensor": lambda a, k: a[0], "aten::empty_like": lambda a, k: 0,
+}  # fmt: skip
+
+# Linear in their non-static arguments: on the way from a sum over neurons to the gradient of a param only these may
+# follow, because the kernel sums the cotangent over time first. The number: how many arguments may be non-static.
+_LINEAR: dict[str, int] = {
+    "aten::sum": 1, "aten::view": 1, "aten::_unsafe_view": 1, "aten::reshape": 1, "aten::expand": 1, "aten::permute": 1,
+    "aten::t": 1, "aten::transpose": 1, "aten::squeeze": 1, "aten::unsqueeze": 1, "aten::mm": 1, "aten::bmm": 1,
+    "aten::mv": 1, "aten::dot": 1, "aten::mul": 1, "aten::div": 1, "aten::neg": 1, "aten::clone": 1, "aten::_to_copy": 1,
+    "aten::add": 2, "aten::sub": 2, "aten::where": 1, "aten::select": 1, "aten::slice": 1, "aten::select_backward": 1,
+    "aten::slice_backward": 1, "aten::mean": 1, "aten::diagonal": 1, "aten::flip": 1, "aten::masked_fill": 1,
+    "aten::cat": 9, "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
+}  # fmt: skip
+
+# Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
+_LAYOUT = {
+    "aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::clone",
+    "aten::lift_fresh", "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
+}  # fmt: skip
+
+_VALUE_READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__"}
+_CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Shape and dtype of an operand at one step."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass
+class Trace:
+    """A recorded core: an ATen graph whose nodes carry `kind`, `val` (fake) and `line`."""
+
+    graph: fx.Graph
+    operands: list[fx.Node]  # inputs, states, params
+    cotangents: list[fx.Node | None]  # one per return; None where the return is not differentiable
+    returns: list[fx.Node]  # outputs, then new states
+    grads: list[fx.Node | None]  # vjp: one per operand, then one per captured tensor
+    captured: dict[str, fx.Node] = field(default_factory=dict)  # captured tensors that the core used, by path
+    constants: dict[str, Tensor] = field(default_factory=dict)  # tensors that the core made from Python values
+
+    def metas(self) -> list[Meta]:
+        return [Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in self.returns]
+
+    def text(self) -> str:
+        """Everything that a kernel depends on, without shapes: equal texts, equal kernels."""
+        lines = []
+        for node in self.graph.nodes:
+            args = [node.args, sorted(node.kwargs.items())] if node.op == "call_function" else []
+            lines.append(f"{node.name} {node.meta.get('kind')} {node.target} {args} {node.meta['val'].dtype if 'val' in node.meta else ''}")
+        lines += [f"{name} {tensor.tolist()}" for name, tensor in self.constants.items()]
+        return "\n".join(lines) + f"\n{self.returns} {self.grads} {self.cotangents}"
+
+
+def trace(
+    core: Callable, sig: Signature, metas: Sequence[Meta], device: torch.device, captured: dict[str, Tensor], *, vjp: bool,
+    num_outputs: int | None = None,
+) -> Trace:  # fmt: skip
+    """Record one step of `core` for operands of the given metas (inputs, states, params).
+
+    Args:
+        captured: real tensors that the core may meet, by path.
+        vjp: also differentiate, with one cotangent per differentiable return.
+
+    Raises:
+        FlexSNError: what the core does cannot be recorded faithfully; the class says what.
+    """
+    fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = _Recorder(sig, fake, captured, vjp)
+    with fake, torch.set_grad_enabled(vjp):
+        operands = []
+        for i, meta in enumerate(metas):
+            static = i >= sig.num_inputs + sig.num_states
+            operand = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            operand.requires_grad_(vjp and meta.dtype.is_floating_point)
+            recorder.placeholder(operand, sig.names[i], "static" if static else "step")
+            operands.append(operand)
+        with recorder, _ValueReads(recorder):
+            returned = _run_core(core, operands)
+        if recorder.error is not None:
+            raise recorder.error
+        values = check_returns(sig, returned, num_outputs)
+        for i, value in enumerate(values):
+            if value.dtype not in DTYPES:
+                raise UnsupportedDtypeError(f"return value {i} has dtype {value.dtype}", core=sig.core)
+        returns = [recorder.node_of(v) for v in values]
+        grads: list[fx.Node | None] = []
+        cotangents: list[fx.Node | None] = [None] * len(values)
+        if vjp:
+            grads = recorder.differentiate(values, operands, cotangents)
+    recorder.graph.output((returns, grads))
+    operand_nodes = list(recorder.graph.nodes)[: len(operands)]
+    return Trace(recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants)
+
+
+def _run_core(core: Callable, operands: list[Tensor]) -> Any:  # a frame of its own: where the user's frames begin
+    return core(*operands)
+
+
+class _ValueReads(TorchFunctionMode):
+    """Catches what never reaches the dispatcher: `.tolist()`, `.numpy()`, and tells `if t:` from `.item()`."""
+
+    def __init__(self, recorder: _Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _VALUE_READS and args and isinstance(args[0], Tensor):
+            self.recorder.refuse_read(name, args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, sig: Signature, fake: Any, captured: dict[str, Tensor], vjp: bool):
+        super().__init__()
+        self.sig, self.fake, self.vjp = sig, fake, vjp
+        self.graph = fx.Graph()
+        self.tracked: dict[int, tuple[Tensor, fx.Node]] = {}  # the tensor is kept so that its id stays its own
+        self.real: dict[int, tuple[Tensor, str]] = {}
+        for path, tensor in captured.items():
+            self.real.setdefault(id(tensor), (tensor, path))
+        self.captured_nodes: dict[str, fx.Node] = {}
+        self.captured_tensors: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.operand_names: dict[fx.Node, str] = {}
+        self.error: FlexSNError | None = None
+        self.user_op: Any = None  # the op the user wrote, while it is being decomposed
+        self.user_line: str | None = None
+        self.in_backward = False
+
+    # --- tensors and nodes ------------------------------------------------------------------------------------------
+    def placeholder(self, fake: Tensor, name: str, kind: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta.update(kind=kind, val=fake.detach(), role=name)
+        self.tracked[id(fake)] = (fake, node)
+        self.operand_names[node] = name
+        return node
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node of a tensor; a real tensor met for the first time becomes an extra, static operand."""
+        if id(tensor) in self.tracked:
+            return self.tracked[id(tensor)][1]
+        if isinstance(tensor, _compat.FakeTensor):
+            raise FlexSNError(
+                "uses a tensor left over from another run of the core", core=self.sig.core, line=self.line(),
+                hint="A core must not keep tensors between steps except by returning them as states.",
+            )  # fmt: skip
+        _, path = self.real.get(id(tensor), (tensor, None))
+        if path is None:
+            return self.unnamed(tensor)
+        if tensor.dtype not in DTYPES:
+            raise UnsupportedDtypeError(f"captured tensor `{path}` has dtype {tensor.dtype}", core=self.sig.core, line=self.line())
+        with self.fake:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        node = self.graph.placeholder("captured_" + re.sub(r"\W", "_", path))
+        node.meta.update(kind="static", val=fake, role=path)
+        self.tracked[id(tensor)] = (tensor, node)
+        self.captured_nodes[path] = node
+        self.captured_tensors[path] = tensor
+        return node
+
+    def unnamed(self, tensor: Tensor) -> fx.Node:
+        """A tensor that the core reached by no path that can be read again: bound as the object that it is."""
+        if tensor.requires_grad:
+            raise CapturedTensorError(
+                "uses a tensor that requires grad and that flexsn cannot find again by name", core=self.sig.core, line=self.line(),
+                hint="Pass it in `params`, or keep it in a closure variable, a global, or a module attribute.",
+            )  # fmt: skip
+        node = self.constant(tensor)
+        self.tracked[id(tensor)] = (tensor, node)
+        return node
+
+    def constant(self, tensor: Tensor) -> fx.Node:
+        """A tensor made inside the core from Python values."""
+        name = f"constant_{len(self.constants)}"
+        with self.fake:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel() == 1 and tensor.dim() == 0 and not tensor.is_complex() and id(tensor) not in self.tracked:
+            with _compat.disable_modes():
+                value = tensor.item()
+            return self.uniform(fake, value)
+        node = self.graph.placeholder(name)
+        node.meta.update(kind="static", val=fake, role=name)
+        self.constants[name] = tensor
+        return node
+
+    def uniform(self, val: Tensor, value: Any) -> fx.Node:
+        kwargs = {"dtype": val.dtype, "device": val.device}
+        node = self.graph.create_node("call_function", aten.full.default, (list(val.shape), value), kwargs)
+        kind = "static" if val.dim() == 0 else "step"
+        node.meta.update(kind=kind, val=val, uniform=value, line=self.line())
+        return node
+
+    def line(self) -> str | None:
+        """`file:number: text` of the user's statement that is being executed."""
+        if self.user_line is not None:
+            return self.user_line
+        frame = sys._getframe(1)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if frame.f_code is _run_core.__code__ or frame.f_code is trace.__code__:
+                return None
+            if not name.startswith(_INTERNAL):
+                text = linecache.getline(name, frame.f_lineno).strip()
+                return f"{name}:{frame.f_lineno}" + (f": {text}" if text else "")
+            frame = frame.f_back
+        return None
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+    def refuse_read(self, how: str, tensor: Tensor) -> None:
+        node = self.node_of(tensor)
+        what = "a time-dependent tensor" if node.meta["kind"] == "step" else f"tensor `{node.meta.get('role', node.name)}`"
+        if "uniform" in node.meta:
+            return
+        if how in _CONTROL_FLOW:
+            raise ControlFlowError(
+                f"Python control flow depends on the value of {what}", core=self.sig.core, line=self.line(),
+                hint="Use `torch.where(condition, a, b)`, which decides neuron by neuron.",
+            )  # fmt: skip
+        call = how.removeprefix("aten::")
+        raise ScalarReadError(
+            f"`{call}` reads the value of {what} into Python, where it would be frozen into the kernel", core=self.sig.core,
+            line=self.line(), hint="Keep it a tensor: 0-dimensional tensors broadcast like numbers.",
+        )  # fmt: skip
+
+    def refuse_random(self, func: Any) -> None:
+        raise RandomOpError(
+            f"draws random numbers (`{_name(func)}`)", core=self.sig.core, line=self.line(),
+            hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",
+        )  # fmt: skip
+
+    def poison(self, func: Any) -> None:
+        """Remember that `func` mixes neurons; raised after the core ran, so that a later `if` can be named instead."""
+        op = self.user_op or func
+        if torch.Tag.pointwise in op.tags:
+            error: FlexSNError = UnsupportedOpError(f"`{_name(op)}` has no rule in the closed op set", core=self.sig.core, line=self.line())
+        else:
+            error = NotElementwiseError(
+                f"`{_name(op)}` is not elementwise, but its operand depends on time", core=self.sig.core, line=self.line(),
+                hint="A kernel handles each neuron by itself: do this outside the core, or on params only.",
+            )  # fmt: skip
+        if self.in_backward:
+            raise error
+        self.error = self.error or error
+
+    # --- the dispatcher calls here for every op -----------------------------------------------------------------------
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if func.namespace == "prim" or name in _METADATA:
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse_random(func)
+        if name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
+            self.refuse_read("item" if name != "aten::is_nonzero" else name, args[0])
+            with _compat.disable_modes():
+                return self.tracked[id(args[0])][1].meta["uniform"]
+        if name in ("aten::lift_fresh", "aten::lift_fresh_copy") and not isinstance(args[0], _compat.FakeTensor):
+            node = self.constant(args[0])
+            return self.track(node.meta["val"], node)
+        if func._schema.is_mutable:
+            return self.in_place(func, args, kwargs)
+        nodes = [self.node_of(a) for a in _tensors((args, kwargs))]
+        return self.record(func, args, kwargs, nodes)
+
+    def record(self, func, args, kwargs, nodes: list[fx.Node]):
+        name = func._schema.name
+        kinds = {n.meta["kind"] for n in nodes}
+        if name in _UNIFORM:
+            val = self.evaluate(func, args, kwargs)
+            value = _UNIFORM[name](args, kwargs)
+            if isinstance(value, (int, float, bool)):
+                return self.track(val, self.uniform(val, value))
+        if not kinds or kinds == {"static"}:
+            return self.add(func, args, kwargs, "static", nodes)
+        if "reduced" in kinds:
+            return self.reduced(func, args, kwargs, nodes)
+        if name in _LAYOUT and len(nodes) == 1 or name == "aten::_to_copy" and kwargs.get("dtype") is None:
+            val = self.evaluate(func, args, kwargs)
+            if val.shape == nodes[0].meta["val"].shape:
+                return self.track(val, nodes[0])
+        if func in lower.RULES:
+            return self.add(func, args, kwargs, "step", nodes)
+        if self.in_backward and name in _LINEAR:
+            return self.reduced(func, args, kwargs, nodes)
+        decomposed = self.decompose(func, args, kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+        self.poison(func)
+        return self.add(func, args, kwargs, "step", nodes)
+
+    def reduced(self, func, args, kwargs, nodes: list[fx.Node]):
+        """A sum over neurons in the backward of a param, or a linear function of one."""
+        name, limit = func._schema.name, _LINEAR.get(func._schema.name, 0)
+        moving = [n for n in nodes if n.meta["kind"] != "static"]
+        mixed = len({n.meta["kind"] for n in moving}) > 1
+        if not limit and not mixed:
+            decomposed = self.decompose(func, args, kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        affine = name in ("aten::add", "aten::sub", "aten::cat") and len(moving) < len(nodes)
+        denominator = name == "aten::div" and nodes[0] not in moving
+        condition = name in ("aten::where", "aten::masked_fill") and nodes[name == "aten::masked_fill"] in moving
+        if mixed or len(moving) > limit or affine or denominator or condition:
+            raise ParamGradientError(
+                f"the gradient of a param applies `{_name(self.user_op or func)}` to the summed cotangent, which is not linear",
+                core=self.sig.core, line=self.line(),
+            )  # fmt: skip
+        return self.add(func, args, kwargs, "reduced", nodes)
+
+    def decompose(self, func, args, kwargs):
+        rule = lower.decomposition(func)
+        if rule is None:
+            return NotImplemented
+        outer = self.user_op
+        if outer is None:
+            self.user_op, self.user_line = func, self.line()
+        try:
+            with self:
+                return rule(*args, **kwargs)
+        finally:
+            if outer is None:
+                self.user_op, self.user_line = None, None
+
+    def in_place(self, func, args, kwargs):
+        """`h.mul_(2)` on a tensor that the core made: the functional op, and the tensor now stands for its result."""
+        target = args[0] if args else None
+        if "out" in kwargs or not isinstance(target, Tensor) or not func._schema.arguments[0].is_write:
+            raise InPlaceError(f"`{_name(func)}` writes into an argument", core=self.sig.core, line=self.line())
+        node = self.node_of(target)
+        if node in self.operand_names:
+            raise OperandMutationError(
+                f"`{_name(func)}` writes into operand `{self.operand_names[node]}` in place", core=self.sig.core, line=self.line(),
+                hint="Write `v = v + x`, not `v += x`.",
+            )  # fmt: skip
+        if id(target) in self.real or node in self.captured_nodes.values():
+            raise CapturedMutationError(
+                f"`{_name(func)}` writes into captured tensor `{node.meta['role']}`", core=self.sig.core, line=self.line(),
+                hint="What changes from step to step is a state: take it as an argument and return its new value.",
+            )  # fmt: skip
+        shared = sum(n is node for _, n in self.tracked.values()) > 1
+        if target._is_view() or (shared and not self.vjp):
+            raise InPlaceError(
+                f"`{_name(func)}` writes into a tensor that has views", core=self.sig.core, line=self.line(),
+                hint="Use the form without the underscore.",
+            )  # fmt: skip
+        functional = _compat.functional_overload(func)
+        if functional is None:
+            raise InPlaceError(f"`{_name(func)}` has no functional form", core=self.sig.core, line=self.line())
+        with self:
+            result = functional(*args, **kwargs)
+            if result.dtype != target.dtype:
+                result = aten._to_copy.default(result, dtype=target.dtype)
+            if result.shape != target.shape:
+                raise InPlaceError(f"`{_name(func)}` changes the shape of its target", core=self.sig.core, line=self.line())
+        self.tracked[id(target)] = (target, self.tracked[id(result)][1])
+        return target
+
+    def add(self, func, args, kwargs, kind: str, nodes: list[fx.Node]):
+        val = self.evaluate(func, args, kwargs)
+        if isinstance(val, Tensor) and any(val is a for a in _tensors((args, kwargs))):
+            return val
+        node = self.graph.create_node("call_function", func, _map(args, self.node_of), _map(kwargs, self.node_of))
+        node.meta.update(kind=kind, val=val, line=self.line())
+        if isinstance(val, (tuple, list)):
+            for i, part in enumerate(val):
+                if isinstance(part, Tensor):
+                    item = self.graph.create_node("call_function", _getitem, (node, i))
+                    item.meta.update(kind=kind, val=part, line=node.meta["line"])
+                    self.track(part, item)
+            return val
+        return self.track(val, node)
+
+    def track(self, val: Any, node: fx.Node):
+        if isinstance(val, Tensor):
+            self.tracked[id(val)] = (val, node)
+        return val
+
+    def evaluate(self, func, args, kwargs):
+        fakes = _map((args, kwargs), lambda t: t if isinstance(t, _compat.FakeTensor) else self.node_of(t).meta["val"])
+        try:
+            return func(*fakes[0], **fakes[1])
+        except _compat.DYNAMIC_SHAPE_ERRORS:
+            raise NotElementwiseError(
+                f"the shape of `{_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line()
+            ) from None
+
+    # --- the VJP ------------------------------------------------------------------------------------------------------
+    def differentiate(self, values: Sequence[Tensor], operands: list[Tensor], cotangents: list[fx.Node | None]) -> list[fx.Node | None]:
+        sources = list(operands) + list(self.captured_tensors.values())
+        wanted = [t for t in sources if t.requires_grad]
+        outs, given = [], []
+        for i, value in enumerate(values):
+            if value.requires_grad:
+                cotangent = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                cotangents[i] = self.placeholder(cotangent, f"grad_{i}", "step")
+                outs.append(value)
+                given.append(cotangent)
+        if not outs or not wanted:
+            return [None] * len(sources)
+        self.in_backward = True
+        with self:
+            found = iter(torch.autograd.grad(outs, wanted, given, allow_unused=True))
+        per_source = [next(found) if t.requires_grad else None for t in sources]
+        return [None if g is None else self.node_of(g) for g in per_source]
+
+
+_METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",
+             "aten::sym_numel", "aten::dim", "aten::storage_offset", "aten::is_pinned"}  # fmt: skip
+_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+
+
+def _getitem(value, index):
+    return value[index]
+
+
+def _name(func: Any) -> str:
+    return str(func).removeprefix("aten.").rpartition(".")[0] or str(func)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        yield from itertools.chain.from_iterable(map(_tensors, tree))
+    elif isinstance(tree, dict):
+        yield from itertools.chain.from_iterable(map(_tensors, tree.values()))
+
+
+def _map(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_map(x, fn) for x in tree)
+    if isinstance(tree, dict):
+        return {k: _map(v, fn) for k, v in tree.items()}
+    return tree

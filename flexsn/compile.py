@@ -1,0 +1,343 @@
+"""The only driver: core -> program, through capture, lower, plan, render and launch, with everything cached.
+
+A `Program` is one core at one layout of operands (dtypes, ranks, which dims broadcast). It holds no sizes: T and the
+step shape are arguments of its kernels. What the core computes from params alone is the `prologue`, what turns summed
+cotangents into gradients of params is the `epilogue`; both are ATen graphs that PyTorch runs once per call.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from . import launch_cpp, plan, render_cpp
+from .capture import Meta, Trace, trace
+from .errors import CannotFuseError, StateMismatchError
+from .graph import HALF, Graph
+from .lower import lower
+from .reads import Reads
+from .signature import Signature, step_shape
+
+BACKENDS = {"cpp": (render_cpp.render, launch_cpp.load)}
+_CACHE_SIZE = 512
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The step shapes of one call."""
+
+    step: tuple[int, ...]
+    states: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.step).numel()
+
+
+class Program:
+    """One core, compiled for one layout of operands."""
+
+    def __init__(self, backend: str, core: Callable, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
+                 captured: dict[str, Tensor], num_outputs: int | None):  # fmt: skip
+        self.backend, self.sig = backend, sig
+        self._device = device
+        self._kernels: dict[tuple, launch_cpp.Kernel] = {}
+        self._lock = threading.RLock()
+        record = functools.partial(trace, core, sig, device=device, captured=captured)
+        seen, forward = self._settle(record, metas, num_outputs)
+        ins, returns = sig.num_inputs + sig.num_states, forward.metas()
+        self.num_outputs = len(returns) - sig.num_states
+        self.step = step_shape(sig, [m.shape for m in (*seen[:ins], *returns)])
+        self.state_metas = tuple(seen[sig.num_inputs : ins])
+        self.output_metas = tuple(returns[: self.num_outputs])
+        self._metas = [Meta(self.step if i < ins else m.shape, _computed(m.dtype)) for i, m in enumerate(seen)]
+        self.forward_trace = forward if self._metas == list(seen) else record(metas=self._metas, vjp=False)
+        self.free_dims = self._free_dims(record, captured)
+        self.graph, self._params = self._lower_forward()
+        self.prologue = _static_module(self.forward_trace, list(self._params.values()), {})
+        self.chunk = plan.chunk_length(sig.num_inputs, sig.num_states)
+        self.vjp: Vjp | None = None
+        self.storage = self._storage()
+
+    # --- capture ----------------------------------------------------------------------------------------------------
+    def _settle(self, record: Callable[..., Trace], metas: Sequence[Meta | None], num_outputs: int | None) -> tuple[list[Meta], Trace]:
+        """Find states that the core returns as it took them: given ones may broadcast, default ones adapt."""
+        sig = self.sig
+        inputs = [m for m in metas[: sig.num_inputs] if m is not None]
+        zero = Meta(step_shape(sig, [m.shape for m in inputs]), inputs[0].dtype)
+        current = [m or zero for m in metas]
+        for _ in range(4):
+            recorded = record(metas=current, vjp=False, num_outputs=num_outputs)
+            new = recorded.metas()[len(recorded.returns) - sig.num_states :]
+            old = current[sig.num_inputs : sig.num_inputs + sig.num_states]
+            if new == old:
+                return current, recorded
+            for i, (before, after) in enumerate(zip(old, new, strict=True)):
+                given = metas[sig.num_inputs + i]
+                if given is not None and (after.dtype != given.dtype or step_shape(sig, [before.shape, after.shape]) != after.shape):
+                    break
+                current[sig.num_inputs + i] = after
+            else:
+                continue
+            break
+        changed = [(n, a, b) for n, a, b in zip(sig.state_names, old, new, strict=True) if a != b]
+        name, before, after = changed[0]
+        raise StateMismatchError(
+            f"state `{name}` goes in as {before} and comes back as {after}", core=sig.core,
+            line=recorded.returns[-1].meta.get("line"),
+            hint="A state keeps its shape and dtype from step to step; start it as what the core returns, or convert inside the core.",
+        )  # fmt: skip
+
+    def _free_dims(self, record: Callable[..., Trace], captured: dict[str, Tensor]) -> frozenset[int]:
+        """Dims of the step shape whose size the core does not depend on: found by tracing again with other sizes."""
+        params = self._metas[self.sig.num_inputs + self.sig.num_states :]
+        fixed = {n for m in params for n in m.shape} | {n for t in captured.values() for n in t.shape} | {1}
+        free = frozenset(d for d, n in enumerate(self.step) if n not in fixed)
+        if not free:
+            return free
+        other = list(self.step)
+        for d in free:
+            other[d] = next(n for n in range(self.step[d] + 1 + d, 1 << 62) if n not in fixed and n not in other)
+        ins = self.sig.num_inputs + self.sig.num_states
+        metas = [Meta(tuple(other), m.dtype) if i < ins else m for i, m in enumerate(self._metas)]
+        try:
+            same = record(metas=metas, vjp=False).text() == self.forward_trace.text()
+        except (RuntimeError, CannotFuseError):  # the core fits these sizes only
+            same = False
+        return free if same else frozenset()
+
+    # --- lowering ---------------------------------------------------------------------------------------------------
+    def _leaves(self, recorded: Trace) -> dict[str, fx.Node]:
+        i, s = self.sig.num_inputs, self.sig.num_states
+        leaves = {f"x{k}": n for k, n in enumerate(recorded.operands[:i])}
+        return leaves | {f"v{k}": n for k, n in enumerate(recorded.operands[i : i + s])}
+
+    def _lower_forward(self) -> tuple[Graph, dict[str, fx.Node]]:
+        recorded = self.forward_trace
+        outputs = {f"y{k}": n for k, n in enumerate(recorded.returns[: self.num_outputs])}
+        outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[self.num_outputs :])}
+        return lower(self.sig.core, self._leaves(recorded), outputs, self._carried("v"))
+
+    def _carried(self, prefix: str) -> dict[str, torch.dtype]:
+        return {f"{prefix}{k}": self._metas[self.sig.num_inputs + k].dtype for k in range(self.sig.num_states)}
+
+    def differentiate(self, core: Callable, captured: dict[str, Tensor]) -> Vjp:
+        """The VJP, traced on first use; `core` is the one that this program was made from, or its equal."""
+        with self._lock:
+            if self.vjp is None:
+                self.vjp = Vjp(self, trace(core, self.sig, self._metas, self._device, captured, vjp=True))
+            return self.vjp
+
+    def _storage(self) -> dict[str, torch.dtype]:
+        storage = {r: n.dtype for r, n in self.graph.inputs.items()} | {r: n.dtype for r, n in self.graph.outputs.items()}
+        storage |= {f"v{k}": m.dtype for k, m in enumerate(self.state_metas)}
+        return storage | {f"y{k}": m.dtype for k, m in enumerate(self.output_metas)}
+
+    def graph_params(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What the prologue gives, by the role of the param that it is to the kernel."""
+        return dict(zip(self._params, values, strict=True))
+
+    # --- kernels ------------------------------------------------------------------------------------------------------
+    def forward_plan(self, inputs: Sequence[torch.dtype], checkpoint: bool, sequences: bool) -> plan.Plan:
+        storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
+        return plan.plan_forward(self.graph, storage, chunk=self.chunk, checkpoint=checkpoint, sequences=sequences)
+
+    def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.Plan:
+        storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
+        assert self.vjp is not None, "differentiate() comes first"
+        vjp = self.vjp.graph
+        storage |= {r: n.dtype for r, n in vjp.inputs.items() if r[0] == "p"}
+        return plan.plan_backward(self.graph, vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
+
+    def kernel(self, direction: str, *flags) -> launch_cpp.Kernel:
+        """The loaded kernel for `forward_plan(*flags)` or `backward_plan(*flags)`."""
+        key = (direction, *flags)
+        if key not in self._kernels:
+            render, load = BACKENDS[self.backend]
+            made = self.forward_plan(*flags) if direction == "forward" else self.backward_plan(*flags)
+            self._kernels[key] = load(made, render(made))
+        return self._kernels[key]
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+    def shapes(self, operand_shapes: Sequence[tuple[int, ...]]) -> Shapes | None:
+        """The shapes of a call with inputs and states of these step shapes, or None where this program does not fit."""
+        common = step_shape(self.sig, operand_shapes)
+        offset = len(self.step) - len(common)
+        if offset < 0:
+            return None
+        step = tuple(common[d - offset] if d >= offset and d in self.free_dims else n for d, n in enumerate(self.step))
+        fits = all(n in (1, step[d + offset]) for d, n in enumerate(common))
+        if not fits or any((a == 1) != (b == 1) for a, b in zip(step, self.step, strict=True)):
+            return None
+        states = tuple(_rescale(m.shape, self.step, step) for m in self.state_metas)
+        return Shapes(step, states, tuple(_rescale(m.shape, self.step, step) for m in self.output_metas))
+
+
+def _rescale(shape: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+    offset = len(old) - len(shape)
+    return tuple(1 if n == 1 else new[d + offset] for d, n in enumerate(shape))
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALF else dtype
+
+
+class Vjp:
+    """The VJP of a program: its step graph, and prologue and epilogue around it."""
+
+    def __init__(self, program: Program, recorded: Trace):
+        sig, outs = program.sig, program.num_outputs
+        ins, states = sig.num_inputs, sig.num_states
+        self.recorded = recorded
+        cotangents = recorded.cotangents
+        self.differentiable = tuple(c is not None for c in cotangents)
+        leaves = program._leaves(recorded)
+        leaves |= {f"gy{k}": c for k, c in enumerate(cotangents[:outs]) if c is not None}
+        leaves |= {f"gv{k}": c for k, c in enumerate(cotangents[outs:]) if c is not None}
+        grads = recorded.grads
+        outputs = {f"gx{k}": g for k, g in enumerate(grads[:ins]) if g is not None}
+        # a carried cotangent is an output even where no gradient flows through the state: it is zero then
+        zero = recorded.graph.call_function(torch.ops.aten.full.default, ([], 0.0))
+        for k in range(states):
+            node, operand = grads[ins + k], recorded.operands[ins + k]
+            if node is None and f"gv{k}" in leaves:
+                zero.meta.update(kind="step", val=operand.meta["val"], uniform=0.0, line=None)
+                node = zero
+            if node is not None:
+                outputs[f"gv{k}"] = node
+        self.static_grads = grads[ins + states :]  # params, then captured tensors
+        self.captured = list(recorded.captured)[: len(self.static_grads) - sig.num_params]
+        frontier = _frontier(self.static_grads)
+        self.frontier = {f"gp{k}": n for k, n in enumerate(frontier)}
+        outputs |= self.frontier
+        self.graph, self._params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"))
+        self.prologue = _static_module(recorded, list(self._params.values()), {})
+        self._epilogues: dict[tuple[bool, ...], tuple[StaticModule, tuple[str, ...]]] = {}
+
+    graph_params = Program.graph_params
+
+    def epilogue(self, wanted: tuple[bool, ...]) -> tuple[StaticModule, tuple[str, ...]]:
+        """The module that gives the wanted gradients of params and captured tensors, and the sums (`gp*`) it takes."""
+        if wanted not in self._epilogues:
+            nodes = [g for g, w in zip(self.static_grads, wanted, strict=True) if w and g is not None]
+            used = set(_frontier(nodes))
+            roles = tuple(r for r, n in self.frontier.items() if n in used)
+            self._epilogues[wanted] = (_static_module(self.recorded, nodes, {self.frontier[r]: r for r in roles}), roles)
+        return self._epilogues[wanted]
+
+
+def _frontier(grads: Sequence[fx.Node | None]) -> list[fx.Node]:
+    """Step values from which the gradients of params are computed: what the kernel sums over time."""
+    found: dict[fx.Node, None] = {}
+    stack = [g for g in reversed(grads) if g is not None]
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.meta["kind"] == "step":
+            found[node] = None
+        elif node.meta["kind"] == "reduced":
+            stack.extend(reversed(node.all_input_nodes))
+    return list(found)
+
+
+class StaticModule:
+    """A graph that PyTorch runs once per call: prologue or epilogue."""
+
+    def __init__(self, module: Callable, operands: tuple[str, ...], constants: tuple[Tensor, ...]):
+        self.module, self.operands, self.constants = module, operands, constants
+
+    def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        if self.module is None:
+            return ()
+        return self.module(*[statics[name] for name in self.operands], *self.constants, *sums)
+
+
+def _static_module(recorded: Trace, results: list[fx.Node], sums: dict[fx.Node, str]) -> StaticModule:
+    """Cut the part of a recorded graph that computes `results` from params, captured tensors and sums over time."""
+    if not results:
+        return StaticModule(None, (), ())
+    live: set[fx.Node] = set()
+    stack = list(results)
+    while stack:
+        node = stack.pop()
+        if node not in live:
+            live.add(node)
+            if node not in sums:
+                stack.extend(node.all_input_nodes)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    placeholders = [n for n in recorded.graph.nodes if n in live and n.op == "placeholder" and n not in sums]
+    named = [n for n in placeholders if n.meta["role"] not in recorded.constants]
+    constants = [n for n in placeholders if n.meta["role"] in recorded.constants]
+    for i, node in enumerate([*named, *constants, *sums]):
+        copies[node] = graph.placeholder(f"a{i}")
+    for node in recorded.graph.nodes:
+        if node in live and node not in copies and node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[n] for n in results))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    operands = tuple(n.meta["role"] for n in named)
+    return StaticModule(module.forward, operands, tuple(recorded.constants[n.meta["role"]] for n in constants))
+
+
+# --- the cache of programs ------------------------------------------------------------------------------------------------
+_lock = threading.RLock()
+_exact: OrderedDict[tuple, tuple[Program, Shapes]] = OrderedDict()
+_by_layout: OrderedDict[tuple, list[Program]] = OrderedDict()
+_refused: OrderedDict[tuple, CannotFuseError] = OrderedDict()
+
+
+def program_for(
+    backend: str, core: Callable, reads: Reads, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
+    captured: dict[str, Tensor], num_outputs: int | None,
+) -> tuple[Program, Shapes]:  # fmt: skip
+    """The compiled program for a call, and the call's shapes.
+
+    Args:
+        metas: of inputs, states (None: default states) and params.
+        captured: captured tensors by path.
+    """
+    statics = tuple((path, tuple(t.shape), t.dtype, t.requires_grad) for path, t in captured.items())
+    base = (backend, reads.fingerprint, sig, num_outputs, device, statics)
+    exact = (*base, tuple(metas))
+    with _lock:
+        if exact in _exact:
+            _exact.move_to_end(exact)
+            return _exact[exact]
+        if exact in _refused:
+            raise _refused[exact]
+        ins = sig.num_inputs + sig.num_states
+        layout = (*base, *(_pattern(m) for m in metas[:ins]), *metas[ins:])
+        given = [m.shape for m in metas[:ins] if m is not None]
+        candidates = _by_layout.setdefault(layout, [])
+        for program in candidates:
+            shapes = program.shapes(given)
+            if shapes is not None:
+                break
+        else:
+            try:
+                program = Program(backend, core, sig, metas, device, captured, num_outputs)
+            except CannotFuseError as error:
+                _refused[exact] = error.with_traceback(None)
+                raise
+            shapes = program.shapes(given)
+            assert shapes is not None
+            candidates.append(program)
+        _exact[exact] = (program, shapes)
+        for cache in (_exact, _by_layout, _refused):
+            while len(cache) > _CACHE_SIZE:
+                cache.popitem(last=False)
+        return program, shapes
+
+
+def _pattern(meta: Meta | None) -> tuple | None:
+    return None if meta is None else (tuple(n == 1 for n in meta.shape), meta.dtype)

@@ -1,0 +1,250 @@
+// What every generated CPU kernel includes: types, vector maths, tiles. No state, no dependencies but the C++ library.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace flexsn {
+
+// --- storage of 16-bit floats; arithmetic on them is done in float ----------------------------------------------------
+struct half { uint16_t bits; };
+struct bfloat16 { uint16_t bits; };
+
+inline float bits_to_float(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
+inline uint32_t float_to_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
+
+template <class To, class From> inline To load(From x) { return static_cast<To>(x); }
+template <> inline float load<float, bfloat16>(bfloat16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
+inline bfloat16 to_bfloat16(float f) {  // round to nearest even, NaN stays NaN
+  const uint32_t u = float_to_bits(f);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return {uint16_t(f != f ? 0x7fc0u : rounded)};
+}
+#if defined(__FLT16_MANT_DIG__)
+template <> inline float load<float, half>(half x) { _Float16 h; std::memcpy(&h, &x, 2); return float(h); }
+inline half to_half(float f) { const _Float16 h = _Float16(f); half r; std::memcpy(&r, &h, 2); return r; }
+#else
+#error "flexsn needs a compiler with _Float16 (g++ 12 or clang 15, or newer)"
+#endif
+template <class To, class From> inline To store(From x) { return static_cast<To>(x); }
+template <> inline half store<half, float>(float x) { return to_half(x); }
+template <> inline bfloat16 store<bfloat16, float>(float x) { return to_bfloat16(x); }
+inline float round_half(float x) { return load<float>(to_half(x)); }
+inline float round_bfloat16(float x) { return load<float>(to_bfloat16(x)); }
+
+// --- conversions as c10::convert does them ----------------------------------------------------------------------------
+template <class To, class From> inline To convert(From x) {
+  if constexpr (std::is_same_v<To, bool>) return x != From(0);
+  else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To> && sizeof(To) < 8) return To(int64_t(x));
+  else return static_cast<To>(x);
+}
+
+// --- exact maths: one meaning in vector and scalar code -------------------------------------------------------------
+template <class T> inline T select(bool c, T a, T b) { return c ? a : b; }
+template <class T> inline T abs(T x) {
+  if constexpr (std::is_floating_point_v<T>) return std::fabs(x);
+  else if constexpr (std::is_signed_v<T>) return x < 0 ? T(-x) : x;
+  else return x;
+}
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+inline float sqrt(float x) { return __builtin_sqrtf(x); }
+inline double sqrt(double x) { return __builtin_sqrt(x); }
+inline float floor(float x) { return __builtin_floorf(x); }
+inline double floor(double x) { return __builtin_floor(x); }
+inline float ceil(float x) { return __builtin_ceilf(x); }
+inline double ceil(double x) { return __builtin_ceil(x); }
+inline float trunc(float x) { return __builtin_truncf(x); }
+inline double trunc(double x) { return __builtin_trunc(x); }
+inline float round(float x) { return __builtin_nearbyintf(x); }  // half to even
+inline double round(double x) { return __builtin_nearbyint(x); }
+inline float copysign(float x, float y) { return __builtin_copysignf(x, y); }
+inline double copysign(double x, double y) { return __builtin_copysign(x, y); }
+template <class T> inline bool signbit(T x) {
+  if constexpr (std::is_same_v<T, float>) return float_to_bits(x) >> 31;
+  else if constexpr (std::is_same_v<T, double>) { uint64_t u; std::memcpy(&u, &x, 8); return u >> 63; }
+  else return x < T(0);
+}
+template <class T> inline T sign(T x) { return T((T(0) < x) - (x < T(0))); }
+template <class T> inline T maximum(T a, T b) { return a != a ? a : (a > b ? a : b); }
+template <class T> inline T minimum(T a, T b) { return a != a ? a : (a < b ? a : b); }
+template <class T> inline T fmax(T a, T b) { return b != b ? a : (a > b ? a : (a == a ? b : b)); }
+template <class T> inline T fmin(T a, T b) { return b != b ? a : (a < b ? a : b); }
+
+// Integer division: rounding as Python's or C's. A zero divisor gives 0 (eager raises), never a trap.
+template <class T> inline T trunc_div(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return trunc(a / b);
+  else return b == T(0) ? T(0) : (std::is_signed_v<T> && b == T(-1)) ? T(-a) : T(a / b);
+}
+template <class T> inline T c_mod(T a, T b) { return b == T(0) || (std::is_signed_v<T> && b == T(-1)) ? T(0) : T(a % b); }
+template <class T> inline T floor_div_int(T a, T b) {
+  const T q = trunc_div(a, b);
+  return c_mod(a, b) != T(0) && ((a < T(0)) != (b < T(0))) ? T(q - 1) : q;
+}
+template <class T> inline T remainder_int(T a, T b) {
+  const T r = c_mod(a, b);
+  return r != T(0) && ((r < T(0)) != (b < T(0))) ? T(r + b) : r;
+}
+template <class T> inline T pow_int(T a, T b) {
+  if (std::is_signed_v<T> && b < T(0)) return a == T(1) ? T(1) : a == T(-1) ? (b & T(1) ? T(-1) : T(1)) : T(0);
+  T r = 1;
+  for (; b; b = T(b >> 1)) { if (b & T(1)) r = T(r * a); a = T(a * a); }
+  return r;
+}
+template <class T> inline T shift_left(T a, T b) { return b < T(0) || b >= T(sizeof(T) * 8) ? T(0) : T(std::make_unsigned_t<T>(a) << b); }
+template <class T> inline T shift_right(T a, T b) {
+  constexpr T last = T(sizeof(T) * 8 - 1);
+  return b < T(0) || b > last ? T(a < T(0) ? -1 : 0) : T(a >> b);
+}
+
+// Float division with rounding, from fmod: exact where a/b would not be (as ATen's).
+template <class T> inline T remainder_from(T mod, T b) { return mod != T(0) && ((b < T(0)) != (mod < T(0))) ? mod + b : mod; }
+template <class T> inline T floor_div_from(T mod, T a, T b) {
+  T div = (a - mod) / b;
+  div = mod != T(0) && ((b < T(0)) != (mod < T(0))) ? div - T(1) : div;
+  const T fl = floor(div);
+  const T rounded = div - fl > T(0.5) ? fl + T(1) : fl;
+  const T result = div != T(0) ? rounded : copysign(T(0), a / b);
+  return b == T(0) ? a / b : result;
+}
+template <class T> inline T nextafter(T a, T b) { return std::nextafter(a, b); }
+template <class T> inline T mantissa(T x) { int e; return std::frexp(x, &e); }
+template <class T> inline int32_t exponent(T x) { int e = 0; std::frexp(x, &e); return x - x == T(0) ? e : 0; }
+
+}  // namespace flexsn
+
+// --- vector maths: Sleef, as libtorch_cpu carries it ------------------------------------------------------------------
+// FLEXSN_MATH1(exp, u10) makes flexsn::exp(float) and (double). In a vectorised loop the compiler calls the
+// 512- or 256-bit form; in scalar code the same vector form runs on one lane, so that bits never depend on the place.
+#if defined(__x86_64__) && defined(__AVX2__) && defined(FLEXSN_SLEEF)
+typedef float f16_ __attribute__((vector_size(64)));
+typedef float f8_ __attribute__((vector_size(32)));
+typedef float f4_ __attribute__((vector_size(16)));
+typedef double d8_ __attribute__((vector_size(64)));
+typedef double d4_ __attribute__((vector_size(32)));
+typedef double d2_ __attribute__((vector_size(16)));
+#define FLEXSN_SIMD __attribute__((simd("notinbranch"), const))
+#define FLEXSN_USED __attribute__((used))
+
+#if defined(__AVX512F__)
+#define FLEXSN_WIDE1(fn, acc)                                                                                         \
+  extern "C" f16_ Sleef_##fn##f16_##acc(f16_);                                                                        \
+  extern "C" d8_ Sleef_##fn##d8_##acc(d8_);                                                                           \
+  extern "C" FLEXSN_USED f16_ _ZGVeN16v_flexsn_##fn##f(f16_ x) { return Sleef_##fn##f16_##acc(x); }                   \
+  extern "C" FLEXSN_USED d8_ _ZGVeN8v_flexsn_##fn(d8_ x) { return Sleef_##fn##d8_##acc(x); }                          \
+  static float lane_##fn(float x) { return Sleef_##fn##f16_##acc(f16_{} + x)[0]; }                                    \
+  static double lane_##fn(double x) { return Sleef_##fn##d8_##acc(d8_{} + x)[0]; }
+#define FLEXSN_WIDE2(fn, acc)                                                                                         \
+  extern "C" f16_ Sleef_##fn##f16##acc(f16_, f16_);                                                                   \
+  extern "C" d8_ Sleef_##fn##d8##acc(d8_, d8_);                                                                       \
+  extern "C" FLEXSN_USED f16_ _ZGVeN16vv_flexsn_##fn##f(f16_ x, f16_ y) { return Sleef_##fn##f16##acc(x, y); }        \
+  extern "C" FLEXSN_USED d8_ _ZGVeN8vv_flexsn_##fn(d8_ x, d8_ y) { return Sleef_##fn##d8##acc(x, y); }                \
+  static float lane_##fn(float x, float y) { return Sleef_##fn##f16##acc(f16_{} + x, f16_{} + y)[0]; }                \
+  static double lane_##fn(double x, double y) { return Sleef_##fn##d8##acc(d8_{} + x, d8_{} + y)[0]; }
+#else
+#define FLEXSN_WIDE1(fn, acc)                                                                                         \
+  static float lane_##fn(float x) { return Sleef_##fn##f8_##acc(f8_{} + x)[0]; }                                      \
+  static double lane_##fn(double x) { return Sleef_##fn##d4_##acc(d4_{} + x)[0]; }
+#define FLEXSN_WIDE2(fn, acc)                                                                                         \
+  static float lane_##fn(float x, float y) { return Sleef_##fn##f8##acc(f8_{} + x, f8_{} + y)[0]; }                   \
+  static double lane_##fn(double x, double y) { return Sleef_##fn##d4##acc(d4_{} + x, d4_{} + y)[0]; }
+#endif
+
+#define FLEXSN_MATH1(fn, acc)                                                                                         \
+  namespace flexsn {                                                                                                  \
+  extern "C" f8_ Sleef_##fn##f8_##acc(f8_);                                                                           \
+  extern "C" d4_ Sleef_##fn##d4_##acc(d4_);                                                                           \
+  extern "C" FLEXSN_SIMD float flexsn_##fn##f(float);                                                                 \
+  extern "C" FLEXSN_SIMD double flexsn_##fn(double);                                                                  \
+  extern "C" FLEXSN_USED f8_ _ZGVdN8v_flexsn_##fn##f(f8_ x) { return Sleef_##fn##f8_##acc(x); }                       \
+  extern "C" FLEXSN_USED d4_ _ZGVdN4v_flexsn_##fn(d4_ x) { return Sleef_##fn##d4_##acc(x); }                          \
+  FLEXSN_WIDE1(fn, acc)                                                                                               \
+  extern "C" FLEXSN_USED float scalar_##fn##f(float x) __asm__("flexsn_" #fn "f");                                    \
+  extern "C" FLEXSN_USED double scalar_##fn(double x) __asm__("flexsn_" #fn);                                         \
+  extern "C" float scalar_##fn##f(float x) { return lane_##fn(x); }                                                   \
+  extern "C" double scalar_##fn(double x) { return lane_##fn(x); }                                                    \
+  inline float fn(float x) { return flexsn_##fn##f(x); }                                                              \
+  inline double fn(double x) { return flexsn_##fn(x); }                                                               \
+  }
+#define FLEXSN_MATH2(fn, acc)                                                                                         \
+  namespace flexsn {                                                                                                  \
+  extern "C" f8_ Sleef_##fn##f8##acc(f8_, f8_);                                                                       \
+  extern "C" d4_ Sleef_##fn##d4##acc(d4_, d4_);                                                                       \
+  extern "C" FLEXSN_SIMD float flexsn_##fn##f(float, float);                                                          \
+  extern "C" FLEXSN_SIMD double flexsn_##fn(double, double);                                                          \
+  extern "C" FLEXSN_USED f8_ _ZGVdN8vv_flexsn_##fn##f(f8_ x, f8_ y) { return Sleef_##fn##f8##acc(x, y); }             \
+  extern "C" FLEXSN_USED d4_ _ZGVdN4vv_flexsn_##fn(d4_ x, d4_ y) { return Sleef_##fn##d4##acc(x, y); }                \
+  FLEXSN_WIDE2(fn, acc)                                                                                               \
+  extern "C" FLEXSN_USED float scalar_##fn##f(float x, float y) __asm__("flexsn_" #fn "f");                           \
+  extern "C" FLEXSN_USED double scalar_##fn(double x, double y) __asm__("flexsn_" #fn);                               \
+  extern "C" float scalar_##fn##f(float x, float y) { return lane_##fn(x, y); }                                       \
+  extern "C" double scalar_##fn(double x, double y) { return lane_##fn(x, y); }                                       \
+  inline float fn(float x, float y) { return flexsn_##fn##f(x, y); }                                                  \
+  inline double fn(double x, double y) { return flexsn_##fn(x, y); }                                                  \
+  }
+#else  // no Sleef: the C++ library's scalar functions
+#define FLEXSN_MATH1(fn, acc)                                     \
+  namespace flexsn {                                              \
+  inline float fn(float x) { return std::fn(x); }                 \
+  inline double fn(double x) { return std::fn(x); }               \
+  }
+#define FLEXSN_MATH2(fn, acc)                                     \
+  namespace flexsn {                                              \
+  inline float fn(float x, float y) { return std::fn(x, y); }     \
+  inline double fn(double x, double y) { return std::fn(x, y); }  \
+  }
+#endif
+
+namespace flexsn {
+// --- tiles ------------------------------------------------------------------------------------------------------------
+constexpr int64_t LANES = 64;  // rows of a tile are padded to this many neurons: vector loops have no tail
+inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// One thread's scratch memory: zeroed rows of `tile` neurons each, cut off one after another.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : data_(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64))) {
+    if (data_) std::memset(data_, 0, bytes);
+  }
+  ~Scratch() { std::free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  bool ok() const { return data_ != nullptr; }
+  template <class T> T* rows(int64_t count) {
+    T* p = reinterpret_cast<T*>(data_ + used_);
+    used_ += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+    return p;
+  }
+
+ private:
+  char* data_;
+  int64_t used_ = 0;
+};
+
+// A row that a vector loop may read past its end: the row itself if it is full, else a copy in `buffer`.
+template <class T> inline const T* readable(const T* row, int64_t n, bool full, T* buffer) {
+  if (full) return row;
+  std::memcpy(buffer, row, n * sizeof(T));
+  return buffer;
+}
+// A param broadcasts by index: element i of the step is element (i / inner) % count of the param.
+template <class To, class T>
+inline void spread(const T* param, int64_t inner, int64_t count, int64_t begin, int64_t n, To* row) {
+  if (inner == 1 && begin + n <= count) {
+    for (int64_t i = 0; i < n; ++i) row[i] = load<To>(param[begin + i]);
+    return;
+  }
+  int64_t index = (begin / inner) % count, left = inner - begin % inner;
+  for (int64_t i = 0; i < n;) {
+    const int64_t run = left < n - i ? left : n - i;
+    const To value = load<To>(param[index]);
+    for (int64_t j = 0; j < run; ++j) row[i + j] = value;
+    i += run;
+    left = inner;
+    index = index + 1 == count ? 0 : index + 1;
+  }
+}
+}  // namespace flexsn

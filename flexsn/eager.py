@@ -1,0 +1,100 @@
+"""The eager loop: the core, step after step, in plain PyTorch. The oracle of every test, and `backend="torch"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import StateMismatchError
+from .graph import HALF
+from .run import upcast
+from .signature import Signature, check_returns, step_shape
+
+
+def eager_loop(
+    core: Callable, sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor],
+    num_outputs: int | None = None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Run `core` over T steps.
+
+    16-bit floats: the core runs in float32 on upcast operands; results are cast to the dtype that the core gives on the
+    operands as they are.
+
+    Returns:
+        Outputs `[T, *shape]`, final states, state sequences `[T, *shape]`.
+    """
+    half = any(t is not None and t.dtype in HALF for t in (*inputs, *states, *params))
+    dtypes = _result_dtypes(core, sig, inputs, states, params) if half else None
+    params = [upcast(p) for p in params]
+    T = inputs[0].shape[0]
+    slices = zip(*(upcast(x).unbind(0) for x in inputs), strict=True) if T else [[upcast(x).new_zeros(x.shape[1:]) for x in inputs]]
+    current: list[Tensor] | None = None
+    outputs, sequence = [], []
+    for step in slices:
+        if current is None:
+            returned, current = _first_step(core, sig, step, [None if v is None else upcast(v) for v in states], params, num_outputs)
+        else:
+            returned = check_returns(sig, core(*step, *current, *params), num_outputs)
+        before, current = current, list(returned[len(returned) - sig.num_states :])
+        _check_states(sig, before, current)
+        outputs.append(returned[: len(returned) - sig.num_states])
+        sequence.append(current)
+        if T == 0:
+            current = before
+    assert current is not None
+    stacked = [torch.stack(y)[:T] for y in zip(*outputs, strict=True)]
+    stacked_states = [torch.stack(v)[:T] for v in zip(*sequence, strict=True)]
+    if dtypes is not None:
+        outs = len(stacked)
+        stacked = [y.to(d) for y, d in zip(stacked, dtypes, strict=False)]
+        current = [v.to(d) for v, d in zip(current, dtypes[outs:], strict=True)]
+        stacked_states = [v.to(d) for v, d in zip(stacked_states, dtypes[outs:], strict=True)]
+    return stacked, current, stacked_states
+
+
+def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Run step 0; default states take the shape and dtype that the core returns, given ones broadcast to it."""
+    shape = step_shape(sig, [x.shape for x in step])
+    current = [v if v is not None else torch.zeros(shape, dtype=step[0].dtype, device=step[0].device) for v in states]
+    for _ in range(4):
+        returned = check_returns(sig, core(*step, *current, *params), num_outputs)
+        new = returned[len(returned) - sig.num_states :]
+        if all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(current, new, strict=True)):
+            break
+        for i, (given, before, after) in enumerate(zip(states, list(current), new, strict=True)):
+            if given is None:
+                current[i] = torch.zeros(after.shape, dtype=after.dtype, device=after.device)
+            elif before.shape != after.shape and before.dtype == after.dtype and _broadcasts(before.shape, after.shape):
+                current[i] = before.expand(after.shape)
+    return returned, current
+
+
+def _broadcasts(small: torch.Size, large: torch.Size) -> bool:
+    try:
+        return torch.broadcast_shapes(small, large) == large
+    except RuntimeError:
+        return False
+
+
+def _check_states(sig: Signature, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    for name, a, b in zip(sig.state_names, before, after, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise StateMismatchError(
+                f"state `{name}` goes in as {_meta(a)} and comes back as {_meta(b)}", core=sig.core,
+                hint="A state keeps its shape and dtype from step to step; start it as what the core returns, or convert inside the core.",
+            )  # fmt: skip
+
+
+def _meta(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _result_dtypes(core, sig, inputs, states, params) -> list[torch.dtype]:
+    """Dtypes of the core's returns on the operands as they are."""
+    step = [x[0] if x.shape[0] else x.new_zeros(x.shape[1:]) for x in inputs]
+    with torch.no_grad():
+        returned, current = _first_step(core, sig, step, list(states), params, None)
+    _check_states(sig, current, returned[len(returned) - sig.num_states :])
+    return [t.dtype for t in returned]

@@ -1,0 +1,138 @@
+"""The mistakes flexsn knows, one class each.
+
+Every message names the core, then the operand or op, then the user's source line, then what to write instead.
+`CannotFuseError` and its children mark what PyTorch can run step by step but one fused kernel cannot: for these
+`backend="auto"` takes the eager loop (and says so once), every other backend raises.
+"""
+
+from __future__ import annotations
+
+
+class FlexSNError(Exception):
+    """Base of all errors raised by flexsn.
+
+    Args:
+        message: what is wrong, as one sentence.
+        core: name of the core.
+        line: the user's source line, as `file:number: text`.
+        hint: what to write instead.
+    """
+
+    def __init__(self, message: str, *, core: str | None = None, line: str | None = None, hint: str | None = None):
+        self.reason, self.core, self.line, self.hint = message, core, line, hint
+        text = f"core `{core}`: {message}" if core else message
+        if line:
+            text += f"\n  at {line}"
+        if hint:
+            text += f"\n  {hint}"
+        super().__init__(text)
+
+    def __reduce__(self):
+        fields = {"reason": self.reason, "core": self.core, "line": self.line, "hint": self.hint}
+        return (_rebuild, (type(self), self.args, fields))
+
+
+def _rebuild(cls, args, fields):
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+# --- the call does not fit the core -------------------------------------------------------------------------------
+class OperandCountError(FlexSNError, ValueError):
+    """The core was given more or fewer inputs, states or params than it takes."""
+
+
+class OperandTypeError(FlexSNError, TypeError):
+    """An operand is not a dense, real PyTorch tensor."""
+
+
+class SequenceLengthError(FlexSNError, ValueError):
+    """Input sequences disagree on T, the number of time steps."""
+
+
+class ShapeMismatchError(FlexSNError, ValueError):
+    """Operands do not broadcast to one step shape."""
+
+
+class DeviceMismatchError(FlexSNError, ValueError):
+    """Operands lie on different devices."""
+
+
+class ReturnCountError(FlexSNError, ValueError):
+    """The core returned another number of values than outputs + states."""
+
+
+class ReturnTypeError(FlexSNError, TypeError):
+    """The core returned nothing, or something that is not a tensor."""
+
+
+class StateMismatchError(FlexSNError, ValueError):
+    """A state changes its shape or dtype from one step to the next."""
+
+
+class OperandMutationError(FlexSNError, ValueError):
+    """The core writes into an input, state or param in place."""
+
+
+class UnsupportedDtypeError(FlexSNError, TypeError):
+    """An operand or intermediate has a dtype that flexsn does not handle (complex, quantised, ...)."""
+
+
+# --- the core is fine in PyTorch, but one kernel cannot express it --------------------------------------------------
+class CannotFuseError(FlexSNError, NotImplementedError):
+    """Base of what the eager loop can run and a fused kernel cannot."""
+
+
+class NotElementwiseError(CannotFuseError):
+    """A time-dependent op mixes neurons (`v.mean()`, `x @ w`, `cumsum`, `view`)."""
+
+
+class UnsupportedOpError(CannotFuseError):
+    """An elementwise op that has no rule in the closed op set."""
+
+
+class RandomOpError(CannotFuseError):
+    """The core draws random numbers."""
+
+
+class ScalarReadError(CannotFuseError):
+    """The core turns a tensor into a Python value (`.item()`, `float(w)`, `.tolist()`), which would freeze it."""
+
+
+class ControlFlowError(CannotFuseError):
+    """Python control flow depends on the value of a tensor (`if v.max() > 1:`)."""
+
+
+class CapturedMutationError(CannotFuseError):
+    """The core writes in place into a tensor that it captured (closure, global, module buffer)."""
+
+
+class CapturedTensorError(CannotFuseError):
+    """The core uses a tensor that requires grad and that no closure, global or attribute leads to."""
+
+
+class InPlaceError(CannotFuseError):
+    """An in-place write whose aliases cannot be followed."""
+
+
+class ParamGradientError(CannotFuseError):
+    """The gradient of a param passes a non-linear function of the per-step cotangent, so it cannot be summed first."""
+
+
+# --- the machine cannot do it ---------------------------------------------------------------------------------------
+class BackendError(FlexSNError, ValueError):
+    """An unknown backend, or one that does not serve this device."""
+
+
+class BackendUnavailableError(FlexSNError, RuntimeError):
+    """The backend exists but cannot run here (no compiler, no triton)."""
+
+
+class BuildError(FlexSNError, RuntimeError):
+    """The system compiler rejected a generated kernel."""
+
+
+class FallbackWarning(UserWarning):
+    """`backend="auto"` runs the eager loop, and why."""

@@ -1,0 +1,205 @@
+"""The step graph: one time step over the closed op set, in static single assignment, each value of one dtype.
+
+It is data: it prints, verifies, prunes, and runs (slowly) by the eager meaning of its ops, which defines what a
+rendered kernel has to compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import FlexSNError
+from .opset import OPS
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(eq=False)
+class Node:
+    """One value. `op` is a closed op, `input` (named by its role) or `const` (with a Python value)."""
+
+    op: str
+    args: tuple[Node, ...]
+    dtype: torch.dtype
+    name: str
+    value: Any = None
+    line: str | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}: {kind} = {self.op}({', '.join(a.name if a.op != 'const' else repr(a.value) for a in self.args)})"
+
+
+@dataclass
+class Graph:
+    """Inputs and outputs by role: `x0 v0 p0 gy0 gv0` in, `y0 v0 gx0 gv0 gp0` out."""
+
+    core: str
+    inputs: dict[str, Node]
+    outputs: dict[str, Node]
+    nodes: list[Node] = field(default_factory=list)  # in order of computation; no inputs, no constants
+
+    def __str__(self) -> str:
+        ins = ", ".join(f"{role}={n.name}" for role, n in self.inputs.items())
+        outs = ", ".join(f"{role}={n.name if n.op != 'const' else n.value!r}" for role, n in self.outputs.items())
+        return "\n".join([f"{self.core}({ins}):", *(f"    {n}" for n in self.nodes), f"    return {outs}"])
+
+    def select(self, roles: Iterable[str]) -> Graph:
+        """The part that computes the given outputs, with only the inputs that it reads."""
+        outputs = {r: self.outputs[r] for r in roles}
+        live = reachable(outputs.values())
+        inputs = {r: n for r, n in self.inputs.items() if n in live}
+        return Graph(self.core, inputs, outputs, [n for n in self.nodes if n in live])
+
+    def without(self, absent: Iterable[str]) -> Graph:
+        """The graph with some cotangents absent: as in autograd, what is linear in them vanishes with them."""
+        zero = {self.inputs[r] for r in absent if r in self.inputs}
+        builder, new = Builder(self.core), dict[Node, Node | None]()
+        for role, node in self.inputs.items():
+            new[node] = None if node in zero else builder.input(role, node.dtype, node.name)
+
+        def get(n: Node) -> Node | None:
+            return builder.const(n.value, n.dtype) if n.op == "const" else new[n]
+
+        for node in self.nodes:
+            new[node] = _vanish(builder, node, [get(a) for a in node.args])
+        outputs = {}
+        for role, node in self.outputs.items():
+            value = get(node)
+            outputs[role] = builder.const(0, node.dtype) if value is None else value
+        return builder.graph(outputs)
+
+
+def _vanish(builder: Builder, node: Node, args: list[Node | None]) -> Node | None:
+    """`node` over arguments of which some are absent (None)."""
+    if None not in args:
+        return builder.add(node.op, tuple(args), node.dtype, node.name, node.line)
+    a, b = args[0], args[1] if len(args) > 1 else None
+    if node.op in ("mul", "neg", "convert", "abs") or (node.op == "div" and a is None):
+        return None
+    if node.op == "add":
+        return a if b is None else b
+    if node.op == "sub":
+        return a if b is None else builder.add("neg", (b,), node.dtype, node.name, node.line)
+    if node.op == "where" and a is not None and b is None and args[2] is None:
+        return None
+    if node.op == "fma" and (a is None or b is None):
+        return args[2]
+    filled = [builder.const(0, old.dtype) if new is None else new for old, new in zip(node.args, args, strict=True)]
+    return builder.add(node.op, tuple(filled), node.dtype, node.name, node.line)
+
+
+def reachable(roots: Iterable[Node]) -> set[Node]:
+    """Everything that the roots are computed from, themselves included."""
+    seen: set[Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.args)
+    return seen
+
+
+class Builder:
+    """Builds a graph value by value; equal computations become one."""
+
+    def __init__(self, core: str):
+        self.core = core
+        self.inputs: dict[str, Node] = {}
+        self.nodes: list[Node] = []
+        self.names: dict[str, int] = {}
+        self.line: str | None = None
+        self._known: dict[tuple, Node] = {}
+
+    def name(self, wanted: str | None) -> str:
+        base = wanted or "t"
+        n = self.names[base] = self.names.get(base, 0) + 1
+        return base if n == 1 and wanted else self.name(f"{base}_{n}") if wanted else f"t{n}"
+
+    def input(self, role: str, dtype: torch.dtype, name: str) -> Node:
+        self.inputs[role] = Node("input", (), dtype, self.name(name))
+        return self.inputs[role]
+
+    def const(self, value: Any, dtype: torch.dtype) -> Node:
+        if dtype is torch.bool:
+            value = bool(value)
+        elif dtype.is_floating_point:
+            value = float(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            value = 0
+        else:
+            bits = torch.iinfo(dtype).bits
+            value = (int(value) - torch.iinfo(dtype).min) % (1 << bits) + torch.iinfo(dtype).min
+        key = ("const", repr(value), dtype)
+        if key not in self._known:
+            self._known[key] = Node("const", (), dtype, repr(value), value)
+        return self._known[key]
+
+    def add(self, op: str, args: tuple[Node, ...], dtype: torch.dtype, name: str | None = None, line: str | None = None) -> Node:
+        if op == "convert" and args[0].dtype == dtype:
+            return args[0]
+        if op == "convert" and args[0].op == "const":
+            return self.const(args[0].value, dtype)
+        key = (op, args, dtype)
+        if key not in self._known:
+            node = Node(op, args, dtype, self.name(name), line=line or self.line)
+            self._known[key] = node
+            self.nodes.append(node)
+        return self._known[key]
+
+    def op(self, name: str, *args: Node) -> Node:
+        """A closed op on nodes; the dtype of the result follows the op's rule."""
+        rule = OPS[name].result
+        dtype = {"bool": torch.bool, "int32": torch.int32}.get(rule, args[-1].dtype)
+        return self.add(name, args, dtype)
+
+    def convert(self, node: Node, dtype: torch.dtype) -> Node:
+        return self.add("convert", (node,), dtype)
+
+    def graph(self, outputs: Mapping[str, Node]) -> Graph:
+        graph = Graph(self.core, self.inputs, dict(outputs), self.nodes).select(outputs)
+        verify(graph)
+        return graph
+
+
+def verify(graph: Graph) -> None:
+    """Raise if the graph is not made of closed ops in order, each obeying its dtype rule."""
+    seen = set(graph.inputs.values())
+    for node in graph.nodes:
+        op = OPS.get(node.op)
+        kinds = [a.dtype for a in node.args]
+        same = len(set(kinds)) == 1
+        ok = op is not None and len(node.args) == op.arity and {
+            "same": same and node.dtype == kinds[0],
+            "bool": same and node.dtype == torch.bool,
+            "int32": same and node.dtype == torch.int32,
+            "select": kinds[0] == torch.bool and set(kinds[1:]) == {node.dtype},
+            "convert": True,
+        }[op.result]  # fmt: skip
+        if not ok or any(a not in seen and a.op != "const" for a in node.args):
+            raise FlexSNError(f"internal: `{node}` breaks the rules of the closed op set", core=graph.core, line=node.line)
+        seen.add(node)
+
+
+def interpret(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Run one step by the eager meaning of every op."""
+    device = next(iter(inputs.values())).device if inputs else torch.device("cpu")
+    env: dict[Node, Tensor] = {node: inputs[role] for role, node in graph.inputs.items()}
+
+    def get(node: Node) -> Tensor:
+        return env[node] if node.op != "const" else torch.tensor(node.value, dtype=node.dtype, device=device)
+
+    for node in graph.nodes:
+        args = [get(a) for a in node.args]
+        env[node] = args[0].to(node.dtype) if node.op == "convert" else OPS[node.op].eager(*args)
+    return {role: get(node) for role, node in graph.outputs.items()}

@@ -1,0 +1,202 @@
+"""`FlexSN`: a core as a stateful `nn.Module`, and helpers for networks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import OperandCountError, ReturnCountError
+from .scan import look, run_core
+from .signature import core_name, positional_names
+
+
+class FlexSN(nn.Module):
+    """A spiking neuron from its one-step function, run over whole sequences by one fused kernel.
+
+    Call it with one sequence `[T, *shape]` per input; it returns one sequence per output, a tensor if there is one
+    output and a tuple otherwise. States are carried from call to call in `states` until `reset()`.
+
+    Args:
+        core: `core(*inputs_t, *states, *params) -> (*outputs_t, *new_states)`: any callable or `nn.Module`.
+        num_inputs: number of input sequences; by default what the core's signature leaves after states and params.
+        num_states: number of states; needed unless `num_inputs` or `num_outputs` settles it.
+        num_outputs: number of outputs; by default what the core returns before its states.
+        params: tensors passed to every step after the states. A `Parameter` becomes a parameter of this module, any other
+            tensor a buffer (`param_0`, ...).
+        example_inputs: one-step examples `[*inputs, *states]`; they are only counted.
+        example_outputs: one-step examples of the outputs, for their shape and dtype when `T == 0` and the eager loop runs.
+        requires_grad: accepted for compatibility; gradients follow the operands' own `requires_grad`.
+        step_mode: `"m"`: calls take `[T, *shape]`; `"s"`: calls take one step `[*shape]`.
+        backend: `"auto"`, `"cpp"` or `"torch"` (the eager loop).
+        store_state_seqs: keep the states of every step of the last call in `state_seqs`.
+        strict: make `"auto"` raise where it would fall back to the eager loop.
+
+    Attributes:
+        states: list of carried states `[*shape]`, or None after `reset()`.
+        state_seqs: list of `[T, *shape]`, if `store_state_seqs`.
+        captured: the tensors and modules that the core captured (closure, globals, partial, bound `self`), registered by
+            name so that `parameters()`, `state_dict()`, `.to()` and `deepcopy` act on them. An `nn.Module` core is the
+            submodule `core`.
+    """
+
+    def __init__(
+        self,
+        core: Callable[..., Any],
+        num_inputs: int | None = None,
+        num_states: int | None = None,
+        num_outputs: int | None = None,
+        *,
+        params: Sequence[Tensor] = (),
+        example_inputs: Sequence[Any] | None = None,
+        example_outputs: Sequence[Tensor] | None = None,
+        requires_grad: Sequence[bool] | None = None,
+        step_mode: str = "m",
+        backend: str = "auto",
+        store_state_seqs: bool = False,
+        strict: bool = False,
+    ):
+        super().__init__()
+        if step_mode not in ("m", "s"):
+            raise ValueError(f'step_mode must be "m" (multi-step) or "s" (single-step), not {step_mode!r}')
+        self.core = core
+        self.num_params = len(params)
+        for k, param in enumerate(params):
+            if isinstance(param, nn.Parameter):
+                self.register_parameter(f"param_{k}", param)
+            else:
+                self.register_buffer(f"param_{k}", param)
+        self.num_inputs, self.num_states = self._counts(num_inputs, num_states, num_outputs, example_inputs)
+        self.num_outputs = num_outputs
+        self.example_outputs = example_outputs
+        self.step_mode, self.backend, self.store_state_seqs, self.strict = step_mode, backend, store_state_seqs, strict
+        self.states: list[Tensor] | None = None
+        self.state_seqs: list[Tensor] | None = None
+        self.captured = nn.Module()
+        self._reads: Any = None
+        self._names: dict[str, str] = {}  # path of a captured object -> its name in `captured`
+        self._origin: dict[str, Any] = {}  # what the path led to when it was registered
+        self._look()
+
+    def _counts(self, num_inputs, num_states, num_outputs, example_inputs) -> tuple[int, int]:
+        names, required, open_ended = positional_names(self.core)
+        total = len(example_inputs) if example_inputs is not None else None if open_ended else (required or len(names)) - self.num_params
+        if num_states is None:
+            if num_inputs is None or total is None:
+                raise OperandCountError("num_states cannot be inferred; pass it", core=core_name(self.core))
+            num_states = total - num_inputs
+        if num_inputs is None:
+            if total is None:
+                raise OperandCountError("num_inputs cannot be inferred from `*args`; pass it", core=core_name(self.core))
+            num_inputs = total - num_states
+        if num_inputs < 1 or num_states < 0 or (total is not None and example_inputs is None and num_inputs + num_states > len(names) - self.num_params):
+            raise OperandCountError(
+                f"takes {', '.join(names)}: {num_inputs} inputs + {num_states} states + {self.num_params} params do not fit",
+                core=core_name(self.core),
+            )
+        return num_inputs, num_states
+
+    # --- captured tensors -------------------------------------------------------------------------------------------
+    def _look(self) -> dict[str, Any]:
+        """Register what the core captures; returns, by path, the objects that this module uses in its place."""
+        seen = look(self.core)
+        if seen is not self._reads:
+            self._reads = seen
+            for path, slot in seen.objects.items():
+                value = slot.get()
+                if isinstance(self.core, nn.Module) or self._origin.get(path) is value:
+                    continue
+                name = self._names.setdefault(path, path.replace(".", "_"))
+                self._origin[path] = value
+                if isinstance(value, nn.Module):
+                    self.captured.add_module(name, value)
+                elif isinstance(value, nn.Parameter):
+                    self.captured.register_parameter(name, value)
+                else:
+                    self.captured.register_buffer(name, value)
+        return {path: getattr(self.captured, name) for path, name in self._names.items() if path in seen.objects}
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def init_states(num_states: int, step_mode: str, *inputs: Tensor) -> list[Tensor | None]:
+        """Initial states of a call after `reset()`: None stands for zeros of the shape and dtype that the core returns.
+
+        Override it to start elsewhere; `inputs` are those of the call.
+        """
+        return [None] * num_states
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run the sequence(s); see the class for shapes."""
+        if len(inputs) != self.num_inputs:
+            raise OperandCountError(f"needs {self.num_inputs} inputs but was given {len(inputs)}", core=core_name(self.core))
+        replaced = self._look()
+        states = self.init_states(self.num_states, self.step_mode, *inputs) if self.states is None else self.states
+        if self.step_mode == "s":
+            inputs = tuple(x.unsqueeze(0) for x in inputs)
+        params = tuple(getattr(self, f"param_{k}") for k in range(self.num_params))
+        finals, sequences, outputs = run_core(
+            self.core, self._reads, replaced, inputs, tuple(states), params, backend=self.backend, strict=self.strict,
+            sequences=self.store_state_seqs, num_outputs=self.num_outputs,
+        )  # fmt: skip
+        if not outputs:
+            raise ReturnCountError("returned states only; at least one output is needed", core=core_name(self.core))
+        self.states = finals
+        self.state_seqs = sequences if self.store_state_seqs else None
+        if self.step_mode == "s":
+            outputs = [y.squeeze(0) for y in outputs]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def reset(self) -> None:
+        """Forget the carried states; the next call starts from `init_states`."""
+        self.states = None
+        self.state_seqs = None
+
+    def detach_states(self) -> None:
+        """Cut the graph at the carried states (truncated BPTT)."""
+        if self.states is not None:
+            self.states = [v.detach() for v in self.states]
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.states is not None:
+            self.states = [fn(v) for v in self.states]
+        self.state_seqs = None if self.state_seqs is None else [fn(v) for v in self.state_seqs]
+        return self
+
+    def __deepcopy__(self, memo):
+        import copy
+
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        for key, value in self.__getstate__().items():
+            if key in ("states", "state_seqs") and value is not None:  # graph tensors cannot be copied; their values can
+                value = [v.detach() for v in value]
+            shared = key in ("_origin", "core") and not isinstance(self.core, nn.Module)
+            new.__dict__[key] = value if shared else copy.deepcopy(value, memo)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["_reads"] = None
+        return state
+
+    def extra_repr(self) -> str:
+        numbers = f"{core_name(self.core)}, num_inputs={self.num_inputs}, num_states={self.num_states}"
+        return f"{numbers}, step_mode={self.step_mode!r}, backend={self.backend!r}"
+
+
+def reset_net(model: nn.Module) -> None:
+    """Forget the states of every `FlexSN` in `model`."""
+    for module in model.modules():
+        if isinstance(module, FlexSN):
+            module.reset()
+
+
+def detach_states(model: nn.Module) -> None:
+    """Cut the graph at the carried states of every `FlexSN` in `model`: call it between pieces in truncated BPTT."""
+    for module in model.modules():
+        if isinstance(module, FlexSN):
+            module.detach_states()
+
+

@@ -1,0 +1,146 @@
+"""The closed op set: every op that a kernel may contain, each in one row.
+
+A row gives the op's meaning (`eager`, on tensors of one dtype), its dtype rule, the ATen overloads that it renders
+directly, and its text for every renderer. To add an elementwise op: add a row here. ATen ops that are several of
+these are composed in `lower.py`.
+
+Text: `{0} {1} {2}` are the arguments, `{T}` the C++ type of the result. A missing text means a call of the
+function of that name in `flexsn.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Op:
+    """One closed op.
+
+    Attributes:
+        arity: number of arguments.
+        eager: its meaning on tensors whose dtypes already follow the rule.
+        result: `same` (all arguments and the result have one dtype), `bool` (arguments one dtype, result bool),
+            `select` (bool, then two of the result's dtype), `convert` (any dtype to any), `int32` (of one dtype, to int32).
+        aten: overloads of ATen that are this op, after type promotion.
+        promote: how ATen promotes the arguments: `default`, or `float` (integers become the default float).
+        cpp: C++ expression.
+        use: line that the C++ source needs at its top.
+    """
+
+    name: str
+    arity: int
+    eager: Callable[..., Tensor]
+    result: str
+    aten: tuple[str, ...]
+    promote: str
+    cpp: str
+    use: str | None
+
+
+OPS: dict[str, Op] = {}
+
+
+def _op(name, arity, eager, cpp=None, *, aten=(), result="same", promote="default", use=None) -> None:
+    aten = (aten,) if isinstance(aten, str) else tuple(aten)
+    arguments = ", ".join(f"{{{i}}}" for i in range(arity))
+    OPS[name] = Op(name, arity, eager, result, aten, promote, cpp or f"flexsn::{name}({arguments})", use)
+
+
+def _math(name, eager, aten, accuracy="u10", arity=1, promote="float") -> None:
+    """A function of Sleef; accurate to 1 ulp (`u10`) or 1.5 ulp (`u15`)."""
+    suffix = accuracy if arity == 1 else f"_{accuracy}" if accuracy else ""
+    _op(name, arity, eager, aten=aten, promote=promote, use=f"FLEXSN_MATH{arity}({name}, {suffix})")
+
+
+# --- arithmetic: exact, bit-identical to eager -------------------------------------------------------------------------
+_op("add", 2, torch.add, "{0} + {1}")
+_op("sub", 2, torch.sub, "{0} - {1}")
+_op("mul", 2, torch.mul, "{0} * {1}", aten=("mul.Tensor", "mul.Scalar"))
+_op("div", 2, torch.true_divide, "{0} / {1}", aten=("div.Tensor", "div.Scalar"), promote="float")
+_op("neg", 1, torch.neg, "-{0}", aten="neg.default")
+_op("abs", 1, torch.abs, aten="abs.default")
+_op("sign", 1, torch.sign, aten=("sign.default", "sgn.default"))
+_op("fma", 3, lambda a, b, c: torch.addcmul(c, a, b))
+_op("sqrt", 1, torch.sqrt, aten="sqrt.default", promote="float")
+_op("maximum", 2, torch.maximum, aten=("maximum.default", "clamp_min.default", "clamp_min.Tensor"))
+_op("minimum", 2, torch.minimum, aten=("minimum.default", "clamp_max.default", "clamp_max.Tensor"))
+_op("fmax", 2, torch.fmax, aten="fmax.default")
+_op("fmin", 2, torch.fmin, aten="fmin.default")
+_op("floor", 1, torch.floor, aten="floor.default")
+_op("ceil", 1, torch.ceil, aten="ceil.default")
+_op("trunc", 1, torch.trunc, aten=("trunc.default", "fix.default"))
+_op("round", 1, torch.round, aten="round.default")
+_op("copysign", 2, torch.copysign, aten=("copysign.Tensor", "copysign.Scalar"), promote="float")
+_op("nextafter", 2, torch.nextafter, aten="nextafter.default")
+_op("trunc_div", 2, lambda a, b: torch.div(a, b, rounding_mode="trunc"))
+_op("floor_div", 2, torch.floor_divide, "flexsn::floor_div_from(flexsn::fmod({0}, {1}), {0}, {1})", use="FLEXSN_MATH2(fmod, )")
+_op("floor_div_int", 2, torch.floor_divide)
+_op("remainder", 2, torch.remainder, "flexsn::remainder_from(flexsn::fmod({0}, {1}), {1})", use="FLEXSN_MATH2(fmod, )")
+_op("remainder_int", 2, torch.remainder)
+_math("fmod", torch.fmod, (), "", arity=2)
+_op("fmod_int", 2, torch.fmod, "flexsn::c_mod({0}, {1})")
+_op("pow_int", 2, torch.pow)
+_op("mantissa", 1, lambda x: torch.frexp(x).mantissa)
+_op("exponent", 1, lambda x: torch.frexp(x).exponent, result="int32")
+
+# --- comparison, selection, bits ---------------------------------------------------------------------------------------
+_op("eq", 2, torch.eq, "{0} == {1}", aten=("eq.Tensor", "eq.Scalar"), result="bool")
+_op("ne", 2, torch.ne, "{0} != {1}", aten=("ne.Tensor", "ne.Scalar"), result="bool")
+_op("lt", 2, torch.lt, "{0} < {1}", aten=("lt.Tensor", "lt.Scalar"), result="bool")
+_op("le", 2, torch.le, "{0} <= {1}", aten=("le.Tensor", "le.Scalar"), result="bool")
+_op("gt", 2, torch.gt, "{0} > {1}", aten=("gt.Tensor", "gt.Scalar"), result="bool")
+_op("ge", 2, torch.ge, "{0} >= {1}", aten=("ge.Tensor", "ge.Scalar"), result="bool")
+_op("isnan", 1, torch.isnan, "{0} != {0}", aten="isnan.default", result="bool")
+_op("signbit", 1, torch.signbit, aten="signbit.default", result="bool")
+_op("where", 3, torch.where, "{0} ? {1} : {2}", result="select")
+_op("convert", 1, Tensor.to, "flexsn::convert<{T}>({0})", result="convert")
+_op("and", 2, torch.bitwise_and, "{0} & {1}", aten=("bitwise_and.Tensor", "bitwise_and.Scalar"))
+_op("or", 2, torch.bitwise_or, "{0} | {1}", aten=("bitwise_or.Tensor", "bitwise_or.Scalar"))
+_op("xor", 2, torch.bitwise_xor, "{0} ^ {1}", aten=("bitwise_xor.Tensor", "bitwise_xor.Scalar"))
+_op("not", 1, torch.logical_not, "!{0}")
+_op("invert", 1, torch.bitwise_not, "~{0}")
+_op("shift_left", 2, torch.bitwise_left_shift, aten=("bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar"))
+_op("shift_right", 2, torch.bitwise_right_shift, aten=("bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar"))
+
+# --- transcendental: within 1 ulp of the correctly rounded value unless noted ------------------------------------------
+_math("exp", torch.exp, "exp.default")
+_math("exp2", torch.exp2, "exp2.default")
+_math("expm1", torch.expm1, "expm1.default")
+_math("log", torch.log, "log.default")
+_math("log2", torch.log2, "log2.default")
+_math("log10", torch.log10, "log10.default")
+_math("log1p", torch.log1p, "log1p.default")
+_math("sin", torch.sin, "sin.default")
+_math("cos", torch.cos, "cos.default")
+_math("tan", torch.tan, "tan.default")
+_math("asin", torch.asin, "asin.default")
+_math("acos", torch.acos, "acos.default")
+_math("atan", torch.atan, "atan.default")
+_math("sinh", torch.sinh, "sinh.default")
+_math("cosh", torch.cosh, "cosh.default")
+_math("tanh", torch.tanh, "tanh.default")
+_math("asinh", torch.asinh, "asinh.default")
+_math("acosh", torch.acosh, "acosh.default")
+_math("atanh", torch.atanh, "atanh.default")
+_math("erf", torch.erf, "erf.default")
+_math("erfc", torch.erfc, "erfc.default", "u15")
+_math("lgamma", torch.lgamma, "lgamma.default")
+_math("atan2", torch.atan2, "atan2.default", arity=2)
+_math("hypot", torch.hypot, "hypot.default", "u05", arity=2)
+_math("pow", torch.pow, (), arity=2)
+_op("sigmoid", 1, torch.sigmoid, "{T}(1) / ({T}(1) + flexsn::exp(-{0}))", aten="sigmoid.default", promote="float", use="FLEXSN_MATH1(exp, u10)")
+
+# --- special functions: ATen's own scalar code -------------------------------------------------------------------------
+for _name, _eager, _aten, _call in (
+    ("erfinv", torch.erfinv, "erfinv.default", "calc_erfinv({0})"),
+    ("digamma", torch.digamma, "digamma.default", "calc_digamma({0})"),
+    ("erfcx", torch.special.erfcx, "special_erfcx.default", "calc_erfcx({0})"),
+    ("ndtri", torch.special.ndtri, "special_ndtri.default", "calc_ndtri({0})"),
+    ("log_ndtr", torch.special.log_ndtr, "special_log_ndtr.default", "calc_log_ndtr({0})"),
+):
+    _op(_name, 1, _eager, _call, aten=_aten, promote="float", use="#include <ATen/native/Math.h>")

@@ -1,0 +1,265 @@
+"""What a core reads besides its arguments: captured tensors, modules and Python values, each by its access path.
+
+Identity is by path and not by object: `functional_call`, parametrize, `load_state_dict(assign=True)` and FSDP2 swap
+the objects, so every call looks again. Tensors become extra params of the core; Python values (floats, flags,
+`.training`, the code of helper functions) are constants of the capture and form its `fingerprint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_MISSING = object()
+_MAX_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place that holds a value: a closure cell, a key of a namespace or container, or (weakly) the core itself."""
+
+    path: str
+    holder: Any
+    key: Any = None
+
+    def get(self) -> Any:
+        if isinstance(self.holder, types.CellType):
+            try:
+                return self.holder.cell_contents
+            except ValueError:  # the variable is not bound yet
+                return _MISSING
+        if isinstance(self.holder, weakref.ref):
+            return self.holder()
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.key, _MISSING)
+        return self.holder[self.key] if self.key < len(self.holder) else _MISSING
+
+    def set(self, value: Any) -> None:
+        if isinstance(self.holder, types.CellType):
+            self.holder.cell_contents = value
+        else:
+            self.holder[self.key] = value
+
+
+@dataclass
+class Reads:
+    """The result of one look at a core."""
+
+    objects: dict[str, Slot] = field(default_factory=dict)  # captured tensors and modules, outermost ones
+    fingerprint: tuple = ()  # code and constants; equal fingerprints trace to equal graphs
+    watched: list[tuple[Slot, Any]] = field(default_factory=list)
+    keepalive: list[Any] = field(default_factory=list)  # what the fingerprint names by id()
+
+    def current(self) -> bool:
+        """Whether every place still holds the object that it held at the look."""
+        return all(slot.get() is seen for slot, seen in self.watched)
+
+    def tensors(self, replaced: dict[str, Any] | None = None) -> dict[str, Tensor]:
+        """Captured tensors by path, read afresh; `replaced` gives other objects for some outermost paths."""
+        found: dict[str, Tensor] = {}
+        for path, slot in self.objects.items():
+            value = replaced[path] if replaced and path in replaced else slot.get()
+            if isinstance(value, Tensor):
+                found[path] = value
+            elif isinstance(value, nn.Module):
+                found.update(module_tensors(value, path))
+        return found
+
+
+def module_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
+    """Parameters, buffers and plain tensor attributes of a module and its children, by path."""
+    found = {}
+    for prefix, child in module.named_modules(prefix=path):
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is not None:
+                found[f"{prefix}.{name}"] = tensor
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor):
+                found[f"{prefix}.{name}"] = value
+    return found
+
+
+def look(core: Callable) -> Reads:
+    """Walk everything that the core can reach by name."""
+    walker = _Walker()
+    walker.visit("core", core, Slot("core", weakref.ref(core)) if isinstance(core, nn.Module) else None, 0)
+    walker.reads.fingerprint = tuple(walker.constants)
+    return walker.reads
+
+
+class _Walker:
+    def __init__(self) -> None:
+        self.reads = Reads()
+        self.constants: list[tuple] = []
+        self.seen: dict[int, str] = {}
+
+    def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
+        place = Slot(path, holder, key)
+        value = place.get()
+        self.reads.watched.append((place, value))
+        if value is not _MISSING:
+            self.visit(path, value, place, depth)
+
+    def visit(self, path: str, value: Any, place: Slot | None, depth: int) -> None:
+        if isinstance(value, _SCALARS):
+            self.constants.append((path, type(value).__name__, repr(value)))
+            return
+        if id(value) in self.seen:
+            self.constants.append((path, "same as", self.seen[id(value)]))
+            return
+        if depth > _MAX_DEPTH:
+            self.opaque(path, value)
+            return
+        self.seen[id(value)] = path
+        if depth:  # the core itself is kept alive by its caller
+            self.reads.keepalive.append(value)
+        if isinstance(value, Tensor):
+            self.constants.append((path, "tensor"))
+            if place is not None:
+                self.reads.objects[path.removeprefix("core.")] = place
+        elif isinstance(value, nn.Module):
+            if place is not None:
+                self.reads.objects[path.removeprefix("core.")] = place
+            self.module(path, value, depth)
+        elif isinstance(value, functools.partial):
+            self.visit(path, value.func, None, depth + 1)
+            self.items(path, value.args, depth)
+            self.items(path, value.keywords, depth)
+        elif isinstance(value, types.MethodType):
+            self.visit(path, value.__func__, None, depth + 1)
+            owner = value.__self__
+            self.visit(f"{path}.self", owner, Slot(f"{path}.self", [owner], 0) if isinstance(owner, nn.Module) else None, depth + 1)
+        elif isinstance(value, types.FunctionType):
+            self.function(path, value, depth)
+        elif isinstance(value, (list, tuple, dict)):
+            self.items(path, value, depth)
+        elif isinstance(value, type):
+            self.cls(path, value, depth)
+        elif isinstance(value, types.ModuleType) or _is_library(type(value).__module__):
+            self.constants.append((path, type(value).__qualname__, getattr(value, "__name__", "")))
+            if not isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+                self.opaque(path, value)
+        elif hasattr(value, "__dict__"):
+            self.visit(f"{path}.type", type(value), None, depth + 1)
+            for name in list(vars(value)):
+                self.slot(f"{path}.{name}", vars(value), name, depth + 1)
+        else:
+            self.opaque(path, value)
+
+    def opaque(self, path: str, value: Any) -> None:
+        """Something that cannot be looked into: the same object counts as the same value."""
+        self.reads.keepalive.append(value)
+        self.constants.append((path, "object", id(value)))
+
+    def items(self, path: str, values: Any, depth: int) -> None:
+        self.constants.append((path, type(values).__name__, len(values)))
+        keys = list(values) if isinstance(values, dict) else range(len(values))
+        for key in keys:
+            self.slot(f"{path}.{key}", values, key, depth + 1)
+
+    def module(self, path: str, module: nn.Module, depth: int) -> None:
+        if not _is_library(type(module).__module__):
+            self.visit(f"{path}.type", type(module), None, depth + 1)
+        else:
+            self.constants.append((path, type(module).__qualname__))
+        self.slot(f"{path}.training", vars(module), "training", depth + 1)
+        for name in list(vars(module)):
+            if name not in _MODULE_INTERNALS:
+                self.slot(f"{path}.{name}", vars(module), name, depth + 1)
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                self.constants.append((f"{path}.{name}", tensor is None))
+                self.reads.watched.append((Slot(path, table, name), tensor))
+        for name, child in module._modules.items():
+            self.reads.watched.append((Slot(path, module._modules, name), child))
+            if child is not None:
+                self.visit(f"{path}.{name}", child, None, depth + 1)
+        hooks = (module._forward_hooks, module._forward_pre_hooks)
+        self.constants.append((path, *(len(h) for h in hooks)))
+
+    def cls(self, path: str, cls: type, depth: int) -> None:
+        self.constants.append((path, "class", cls.__qualname__))
+        if _is_library(cls.__module__):
+            return
+        for base in cls.__mro__:
+            if _is_library(base.__module__):
+                continue
+            for name, member in list(vars(base).items()):
+                member = getattr(member, "__func__", member)
+                if isinstance(member, types.FunctionType) or (isinstance(member, _SCALARS) and not name.startswith("__")):
+                    self.visit(f"{path}.{name}", member, None, depth + 1)
+
+    def function(self, path: str, fn: types.FunctionType, depth: int) -> None:
+        self.constants.append((path, "code", fn.__code__))
+        if _is_library(fn.__module__ or ""):
+            return
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            self.slot(f"{path}.{name}", cell, None, depth + 1)
+        names = _global_names(fn.__code__)
+        for name in names:
+            if name not in fn.__globals__:
+                continue
+            value = fn.__globals__[name]
+            if isinstance(value, types.ModuleType):
+                if not _is_library(value.__name__):
+                    for attr in names:
+                        if attr in vars(value):
+                            self.slot(f"{path}.{name}.{attr}", vars(value), attr, depth + 1)
+            else:
+                self.slot(f"{path}.{name}", fn.__globals__, name, depth + 1)
+        for values in (fn.__defaults__ or (), fn.__kwdefaults__ or {}):
+            if values:
+                self.items(f"{path}.defaults", values, depth)
+
+
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = dict.fromkeys(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.update(dict.fromkeys(_global_names(const)))
+    return tuple(names)
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Modules whose functions are taken as they are: PyTorch, the standard library and flexsn itself."""
+    top = module.partition(".")[0]
+    return top in sys.stdlib_module_names and top != "__main__" or top in {"torch", "numpy"} or module in {"flexsn.surrogate", "flexsn"}
+
+
+_swap_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def bound(reads: Reads, replaced: dict[str, Any]) -> Iterator[None]:
+    """While inside, the core sees `replaced[path]` in place of the objects that it captured.
+
+    A `FlexSN` owns its captured tensors (so that `.to`, `deepcopy` and `state_dict` act on them), while a closure is
+    shared by all copies of its function. Calls that run the core itself therefore swap the module's tensors in, one
+    at a time, and put the old ones back.
+    """
+    swaps = [(reads.objects[p], new) for p, new in replaced.items() if reads.objects[p].get() is not new]
+    if not swaps:
+        yield
+        return
+    with _swap_lock:
+        old = [(slot, slot.get()) for slot, _ in swaps]
+        try:
+            for slot, new in swaps:
+                slot.set(new)
+            yield
+        finally:
+            for slot, value in old:
+                slot.set(value)

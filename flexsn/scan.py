@@ -1,0 +1,208 @@
+"""`flexsn.scan`: a core over a sequence, as one differentiable call."""
+
+from __future__ import annotations
+
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import reads as reading
+from . import run
+from .capture import Meta
+from .compile import program_for
+from .eager import eager_loop
+from .errors import BackendError, BackendUnavailableError, CannotFuseError, FallbackWarning, FlexSNError
+from .reads import Reads
+from .signature import Signature, check_operands, core_name, make_signature
+
+BACKENDS = ("auto", "torch", "cpp")
+
+
+class ScanResult(NamedTuple):
+    """Outputs `[T, *shape]`; final states `[*shape]`, or state sequences `[T, *shape]` if asked for."""
+
+    outputs: tuple[Tensor, ...]
+    states: tuple[Tensor, ...]
+
+
+def scan(
+    core: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    states: Sequence[Tensor | None] = (),
+    params: Sequence[Tensor] = (),
+    *,
+    store_state_seqs: bool = False,
+    backend: str = "auto",
+    strict: bool = False,
+) -> ScanResult:
+    """Run one-step function `core` over T steps in one fused kernel, differentiable in every tensor it touches.
+
+    Args:
+        core: `core(*inputs_t, *states, *params) -> (*outputs_t, *new_states)`, one time step in plain PyTorch.
+        inputs: sequences `[T, *shape]`; at least one. `core` sees `[*shape]`.
+        states: initial states, broadcastable to the step shape; None for zeros of the shape and dtype that `core` returns.
+        params: tensors that go to every step unchanged. Tensors that `core` captures need not be listed.
+        store_state_seqs: return the states of every step in place of the final ones.
+        backend: `"auto"`, `"cpp"` (fused, CPU) or `"torch"` (the eager loop).
+        strict: make `"auto"` raise where it would fall back to the eager loop.
+
+    Returns:
+        `ScanResult(outputs, states)`, both tuples.
+
+    Raises:
+        FlexSNError: a subclass per mistake (see `flexsn.errors`), naming the core, the operand or op, and the source line.
+    """
+    finals, sequences, outputs = run_core(
+        core, look(core), {}, tuple(inputs), tuple(states), tuple(params), backend=backend, strict=strict, sequences=store_state_seqs
+    )
+    return ScanResult(tuple(outputs), tuple(sequences if store_state_seqs else finals))
+
+
+def run_core(
+    core: Callable, seen: Reads, replaced: dict[str, Any], inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
+    params: tuple[Tensor, ...], *, backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
+    if backend not in BACKENDS:
+        raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
+    sig = make_signature(core, len(inputs), len(states), len(params))
+    check_operands(sig, inputs, states, params)
+    if backend != "torch":
+        try:
+            return _fused(core, seen, replaced, sig, inputs, states, params, backend, sequences, num_outputs)
+        except (CannotFuseError, BackendUnavailableError) as error:
+            if backend != "auto" or strict:
+                raise
+            _warn_once(error)
+    with reading.bound(seen, replaced):
+        outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs)
+    return finals, state_seqs if sequences else [], outputs
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(error: FlexSNError) -> None:
+    text = str(error)
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"flexsn runs the eager loop: {text}", FallbackWarning, stacklevel=4)
+
+
+_looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()
+
+
+def look(core: Callable) -> Reads:
+    """What the core reads, looked at again only when something that it holds has changed."""
+    try:
+        seen = _looks.get(core)
+    except TypeError:  # not hashable
+        return reading.look(core)
+    if seen is None or not seen.current():
+        seen = reading.look(core)
+        if not isinstance(core, types.MethodType):  # a bound method is a new object at every access
+            _looks[core] = seen
+    return seen
+
+
+def _fused(core, seen, replaced, sig: Signature, inputs, states, params, backend: str, sequences: bool, num_outputs: int | None):
+    device = inputs[0].device
+    if device.type != "cpu":
+        error = BackendError if backend == "cpp" else BackendUnavailableError
+        raise error(f"there is no fused kernel for device {device} yet", core=sig.core, hint='Use backend="torch", the eager loop.')
+    captured = seen.tensors(replaced)
+    metas = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
+    metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
+    metas += [Meta(tuple(p.shape), p.dtype) for p in params]
+    with reading.bound(seen, replaced):
+        program, shapes = program_for("cpp", core, seen, sig, metas, device, captured, num_outputs)
+        tensors = (*inputs, *states, *params, *captured.values())
+        differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        if differentiable:
+            program.differentiate(core, captured)
+    call = run.Call(program, shapes, inputs[0].shape[0], (*sig.param_names, *captured), sequences)
+    if differentiable:
+        results = list(_Scan.apply(call, *tensors))
+    else:
+        done, _ = _forward(call, tensors, save=False)
+        results = [*done.outputs, *done.finals, *done.sequences]
+    outs, n = program.num_outputs, sig.num_states
+    return results[outs : outs + n], results[outs + n :], results[:outs]
+
+
+def _split(call: run.Call, tensors: Sequence[Tensor | None]) -> tuple[list, list, list]:
+    i, s = call.program.sig.num_inputs, call.program.sig.num_states
+    return list(tensors[:i]), list(tensors[i : i + s]), list(tensors[i + s :])
+
+
+def _forward(call: run.Call, tensors: Sequence[Tensor | None], save: bool) -> tuple[run.Forward, tuple[list, list, list]]:
+    inputs, states, statics = _split(call, tensors)
+    step = call.shapes.step
+    inputs = [run.rows(x.detach(), step, 1) for x in inputs]
+    states = [None if v is None else run.rows(v.detach(), step, 0) for v in states]
+    with torch.no_grad():
+        done = run.forward(call, inputs, states, _named(call, statics), save)
+    return done, (inputs, states, statics)
+
+
+def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
+    explicit = call.program.sig.num_params
+    return {n: run.upcast(t.detach()) if k < explicit else t.detach() for k, (n, t) in enumerate(zip(call.statics, statics, strict=True))}
+
+
+class _Scan(torch.autograd.Function):
+    """The eager door: one forward kernel, one backward kernel."""
+
+    @staticmethod
+    def forward(ctx, call: run.Call, *tensors):
+        done, (inputs, states, statics) = _forward(call, tensors, save=True)
+        ctx.call = call
+        ctx.metas = [None if t is None else (t.shape, t.dtype) for t in tensors]
+        ctx.checkpoint_roles = tuple(done.checkpoints)
+        ctx.save_for_backward(*inputs, *states, *statics, *done.checkpoints.values())
+        ctx.set_materialize_grads(False)
+        vjp = call.program.vjp
+        outs = len(done.outputs)
+        results = (*done.outputs, *done.finals, *done.sequences)
+        flags = (*vjp.differentiable, *(vjp.differentiable[outs:] if done.sequences else ()))
+        ctx.mark_non_differentiable(*(t for t, ok in zip(results, flags, strict=True) if not ok))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        call, program, vjp = ctx.call, ctx.call.program, ctx.call.program.vjp
+        sig, outs, n = program.sig, program.num_outputs, program.sig.num_states
+        saved = ctx.saved_tensors
+        kept = len(ctx.metas)
+        inputs, states, statics = _split(call, saved[:kept])
+        checkpoints = dict(zip(ctx.checkpoint_roles, saved[kept:], strict=True))
+        prefixes = [("gy", grads[:outs]), ("gv", grads[outs : outs + n]), ("gs", grads[outs + n :])]
+        cotangents = {f"{p}{k}": g for p, gs in prefixes for k, g in enumerate(gs) if g is not None}
+        needs = ctx.needs_input_grad[1:]
+        roles = [f"gx{k}" for k in range(sig.num_inputs)] + [f"gv{k}" for k in range(n)]
+        first_static = len(roles)
+        wanted = [r for r, need in zip(roles, needs, strict=False) if need]
+        by_name = dict(zip(call.statics, needs[first_static:], strict=True))
+        wanted_statics = tuple(by_name[name] for name in (*sig.param_names, *vjp.captured))
+        if not cotangents:
+            return (None,) * (1 + len(needs))
+        found, static_grads = run.backward(
+            call, inputs, states, _named(call, statics), checkpoints, cotangents, wanted, wanted_statics
+        )
+        results: list[Tensor | None] = [None]
+        for k, (role, meta) in enumerate(zip(roles, ctx.metas, strict=False)):
+            grad = found.get(role)
+            results.append(None if grad is None or meta is None else run.unbroadcast(grad, meta[0], 1 if k < sig.num_inputs else 0))
+        named_grads = dict(zip((*sig.param_names, *vjp.captured), static_grads, strict=True))
+        for name, meta in zip(call.statics, ctx.metas[first_static:], strict=True):
+            grad = named_grads.get(name)
+            results.append(None if grad is None else grad.to(meta[1]))
+        return tuple(results)

@@ -1,0 +1,145 @@
+"""How many inputs, states, outputs and params a core has; every check of operands and returns lives here."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import (
+    DeviceMismatchError,
+    OperandCountError,
+    OperandTypeError,
+    ReturnCountError,
+    ReturnTypeError,
+    SequenceLengthError,
+    ShapeMismatchError,
+    UnsupportedDtypeError,
+)
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Signature:
+    """`core(*inputs, *states, *params) -> (*outputs, *new_states)`, in numbers and names."""
+
+    core: str
+    num_inputs: int
+    num_states: int
+    num_params: int
+    names: tuple[str, ...]  # one per operand: inputs, then states, then params
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        return self.names[: self.num_inputs]
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return self.names[self.num_inputs : self.num_inputs + self.num_states]
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        return self.names[self.num_inputs + self.num_states :]
+
+
+def core_name(core: Callable) -> str:
+    """The name by which messages and generated sources call the core."""
+    while isinstance(core, functools.partial):
+        core = core.func
+    return getattr(core, "__name__", None) or type(core).__name__
+
+
+def positional_names(core: Callable) -> tuple[tuple[str, ...], int, bool]:
+    """Names of the positional parameters, how many of them lack a default, and whether `*args` follows."""
+    target = core.forward if isinstance(core, torch.nn.Module) else core
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature takes whatever it takes
+        return (), 0, True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = sum(p.default is p.empty for p in positional)
+    return tuple(p.name for p in positional), required, any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
+def make_signature(core: Callable, num_inputs: int, num_states: int, num_params: int) -> Signature:
+    """The signature of one call; raises `OperandCountError` where the core cannot take that many operands."""
+    names, required, open_ended = positional_names(core)
+    given = num_inputs + num_states + num_params
+    if num_inputs < 1:
+        raise OperandCountError("at least one input sequence is needed", core=core_name(core))
+    if given < required or (given > len(names) and not open_ended):
+        takes = f"at least {required}" if open_ended else str(len(names) if required == len(names) else f"{required} to {len(names)}")
+        raise OperandCountError(
+            f"takes {takes} operands ({', '.join(names)}{', *args' if open_ended else ''}) but was given {given}: "
+            f"{num_inputs} inputs + {num_states} states + {num_params} params",
+            core=core_name(core),
+        )
+    filler = [f"arg{i}" for i in range(given)]
+    return Signature(core_name(core), num_inputs, num_states, num_params, tuple(names[:given]) + tuple(filler[len(names) :]))
+
+
+def check_operands(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor]) -> int:
+    """Check kind, dtype, device and T of every operand; returns T."""
+    kinds = [("input", n, t) for n, t in zip(sig.input_names, inputs, strict=True)]
+    kinds += [("state", n, t) for n, t in zip(sig.state_names, states, strict=True) if t is not None]
+    kinds += [("param", n, t) for n, t in zip(sig.param_names, params, strict=True)]
+    device = inputs[0].device if isinstance(inputs[0], Tensor) else None
+    for kind, name, tensor in kinds:
+        if not isinstance(tensor, Tensor):
+            raise OperandTypeError(f"{kind} `{name}` must be a tensor, not {type(tensor).__name__}", core=sig.core)
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise OperandTypeError(
+                f"{kind} `{name}` must be a dense tensor, not {tensor.layout}", core=sig.core, hint="Call `.to_dense()` on it first."
+            )
+        if tensor.dtype not in DTYPES:
+            raise UnsupportedDtypeError(f"{kind} `{name}` has dtype {tensor.dtype}", core=sig.core)
+        if tensor.device != device and not (kind == "param" and tensor.dim() == 0):
+            raise DeviceMismatchError(
+                f"{kind} `{name}` is on {tensor.device} but input `{sig.names[0]}` is on {device}", core=sig.core
+            )
+    for name, x in zip(sig.input_names, inputs, strict=True):
+        if x.dim() == 0:
+            raise SequenceLengthError(f"input `{name}` is 0-dimensional; inputs are sequences of shape [T, *shape]", core=sig.core)
+        if x.shape[0] != inputs[0].shape[0]:
+            lengths = ", ".join(f"`{n}` has T = {t.shape[0]}" for n, t in zip(sig.input_names, inputs, strict=True))
+            raise SequenceLengthError(f"input sequences differ in T (dimension 0): {lengths}", core=sig.core)
+    return inputs[0].shape[0]
+
+
+def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The broadcast shape of operands at one time step."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        listed = ", ".join(f"`{n}` {list(s)}" for n, s in zip(sig.names, shapes, strict=False))
+        raise ShapeMismatchError(f"one-step shapes do not broadcast: {listed}", core=sig.core) from None
+
+
+def check_returns(sig: Signature, returned, num_outputs: int | None) -> tuple[Tensor, ...]:
+    """What the core returned, as a tuple of outputs + states."""
+    values = (returned,) if isinstance(returned, Tensor) else returned
+    if not isinstance(values, (tuple, list)):
+        raise ReturnTypeError(
+            f"returned {type(returned).__name__}, not a tensor or a tuple of tensors", core=sig.core,
+            hint="End the core with `return *outputs, *new_states`.",
+        )  # fmt: skip
+    for i, value in enumerate(values):
+        if not isinstance(value, Tensor):
+            raise ReturnTypeError(f"return value {i} is {type(value).__name__}, not a tensor", core=sig.core)
+    expected = None if num_outputs is None else num_outputs + sig.num_states
+    if len(values) < sig.num_states or (expected is not None and len(values) != expected):
+        wanted = f"{num_outputs} outputs + " if num_outputs is not None else ""
+        raise ReturnCountError(
+            f"returned {len(values)} values, expected {wanted}{sig.num_states} states"
+            f"{f' ({expected})' if expected is not None else ' at the end'}",
+            core=sig.core,
+        )
+    return tuple(values)
