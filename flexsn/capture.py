@@ -67,8 +67,8 @@ _LINEAR: dict[str, int] = {
 
 # Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
 _LAYOUT = {
-    "aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::clone",
-    "aten::lift_fresh", "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
+    "aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::lift_fresh",
+    "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
 }  # fmt: skip
 
 _VALUE_READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__"}
@@ -106,7 +106,7 @@ class Trace:
         lines = []
         for node in self.graph.nodes:
             args = [node.args, sorted(node.kwargs.items())] if node.op == "call_function" else []
-            lines.append(f"{node.name} {node.meta.get('kind')} {node.target} {args} {node.meta['val'].dtype if 'val' in node.meta else ''}")
+            lines.append(f"{node.name} {node.meta.get('kind')} {node.target} {args} {getattr(node.meta.get('val'), 'dtype', '')}")
         lines += [f"{name} {tensor.tolist()}" for name, tensor in self.constants.items()]
         return "\n".join(lines) + f"\n{self.returns} {self.grads} {self.cotangents}"
 
@@ -335,9 +335,9 @@ class _Recorder(TorchDispatchMode):
             return self.add(func, args, kwargs, "static", nodes)
         if "reduced" in kinds:
             return self.reduced(func, args, kwargs, nodes)
-        if name in _LAYOUT and len(nodes) == 1 or name == "aten::_to_copy" and kwargs.get("dtype") is None:
-            val = self.evaluate(func, args, kwargs)
-            if val.shape == nodes[0].meta["val"].shape:
+        if (name in _LAYOUT or name == "aten::sum") and len(nodes) == 1:
+            val, whole = self.evaluate(func, args, kwargs), nodes[0].meta["val"]
+            if val.shape == whole.shape and val.dtype == whole.dtype:  # a sum of one element too
                 return self.track(val, nodes[0])
         if func in lower.RULES:
             return self.add(func, args, kwargs, "step", nodes)
@@ -407,6 +407,7 @@ class _Recorder(TorchDispatchMode):
         functional = _compat.functional_overload(func)
         if functional is None:
             raise InPlaceError(f"`{_name(func)}` has no functional form", core=self.sig.core, line=self.line())
+        known = set(self.tracked)
         with self:
             result = functional(*args, **kwargs)
             if result.dtype != target.dtype:
@@ -414,6 +415,8 @@ class _Recorder(TorchDispatchMode):
             if result.shape != target.shape:
                 raise InPlaceError(f"`{_name(func)}` changes the shape of its target", core=self.sig.core, line=self.line())
         self.tracked[id(target)] = (target, self.tracked[id(result)][1])
+        if id(result) not in known:
+            del self.tracked[id(result)]  # nobody else holds it: it is no view of the target
         return target
 
     def add(self, func, args, kwargs, kind: str, nodes: list[fx.Node]):

@@ -27,13 +27,16 @@ from torch import Tensor
 from .errors import BackendUnavailableError, BuildError
 from .plan import Plan
 
-HEADER = Path(__file__).parent / "cpp" / "flexsn.h"
+HEADERS = Path(__file__).parent / "cpp"
 _TORCH = Path(torch.__file__).parent
 _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno",
     "-fno-trapping-math", "-fwrapv", "-fno-tree-sink", "-mprefer-vector-width=512", "-w",
 )  # fmt: skip
-_TILE_BYTES = 256 * 1024  # of one core's cache that a tile may fill
+# Bytes of one core's cache that a tile may fill, and the most neurons. Forward streams: long rows are best. Backward
+# walks K steps twice: what it recomputes should stay near.
+_TILE = {"forward": (256 * 1024, 32768), "backward": (96 * 1024, 8192)}
+_GRAIN = 32768  # neuron-steps that are worth a thread
 _lock = threading.Lock()
 _kernels: dict[str, Kernel] = {}
 
@@ -44,7 +47,8 @@ class Kernel:
     def __init__(self, plan: Plan, source: str, path: Path):
         self.plan, self.source, self.path = plan, source, path
         self._run = ctypes.CDLL(str(path)).run
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_int]
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
+        self._step_bytes = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
         self._pointers = ctypes.c_void_p * max(1, len(plan.arguments))
         self._dims = ctypes.c_int64 * max(1, 2 * sum(a.kind == "param" for a in plan.arguments))
 
@@ -52,18 +56,30 @@ class Kernel:
         """Run over T steps of N neurons; arrays contiguous, in the order of `plan.arguments`, None where absent."""
         if T == 0 or N == 0:
             return
-        threads = num_threads()
+        threads = max(1, min(num_threads(), T * N // _GRAIN))
         pointers = self._pointers(*[None if a is None else a.data_ptr() for a in arrays])
-        if self._run(pointers, self._dims(*dims), T, N, tile_length(self.plan, N, threads), threads):
+        large = T * N * self._step_bytes > _cache_bytes() // 2
+        if self._run(pointers, self._dims(*dims), T, N, tile_length(self.plan, N, threads), threads, large):
             raise MemoryError("flexsn: no memory for the scratch rows of a tile")
 
 
 def tile_length(plan: Plan, N: int, threads: int) -> int:
     """Neurons per tile: as many as fit in cache, in full vectors, the same number of tiles for every thread."""
-    most = max(256, min(_TILE_BYTES // max(1, plan.tile_bytes), 8192))
+    budget, limit = _TILE[plan.direction]
+    most = max(256, min(budget // max(1, plan.tile_bytes), limit))
     tiles = -(-N // most)
     tiles = -(-tiles // threads) * threads
-    return max(64, -(-N // tiles + 63) // 64 * 64)
+    return max(64, (-(-N // tiles) + 63) // 64 * 64)
+
+
+@functools.cache
+def _cache_bytes() -> int:
+    """Of the last-level cache; 32 MiB where the system does not say."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 32 << 20
 
 
 _forked = False
@@ -143,7 +159,7 @@ def _key(source: str) -> str:
 
 @functools.cache
 def _header_text() -> str:
-    return HEADER.read_text()
+    return "\0".join(p.read_text() for p in sorted(HEADERS.glob("*.h")))
 
 
 @functools.cache
@@ -193,7 +209,7 @@ def _build(source: str, path: Path) -> None:
     compiler_path = _compiler_identity()[0]
     openmp = sorted(glob.glob(str(_TORCH / "lib" / "libgomp*"))) or ["-lgomp"]  # the one runtime that PyTorch uses too
     libraries = [*openmp[:1]]
-    flags = [*_FLAGS, f"-I{HEADER.parent}"]
+    flags = [*_FLAGS, f"-I{HEADERS}"]
     if _has_sleef():
         flags.append("-DFLEXSN_SLEEF")
         libraries.append(str(_TORCH / "lib" / "libtorch_cpu.so"))

@@ -265,9 +265,14 @@ def _relu(low: Lowering, node: fx.Node) -> Node:
     return low.op("maximum", x, low.const(0, x))
 
 
-@_rule("where.self")
+@_rule("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar")
 def _where(low: Lowering, node: fx.Node) -> Node:
     return low.op("where", low.cast(node.args[0], torch.bool), *low.casts(node.args[1:3], _dtype(node)))
+
+
+@_rule("clone.default")
+def _clone(low: Lowering, node: fx.Node) -> Node:
+    return low.node(node.args[0])
 
 
 @_rule("masked_fill.Scalar", "masked_fill.Tensor")

@@ -48,7 +48,7 @@ def _header(plan: Plan) -> list[str]:
         f"// per neuron-step: reads {plan.bytes_per_step(plan.reads):g} B ({listed['reads']}),"
         f" writes {plan.bytes_per_step(plan.writes):g} B ({listed['writes']})",
         *includes,
-        '#include "flexsn.h"',
+        '#include "tile.h"',
         *macros,
         "using namespace flexsn;",
         "",
@@ -77,7 +77,7 @@ class _Step:
         self.top: list[str] = []
         self.bottom: list[str] = []
 
-    def row(self, name: str, ctype: str, argument: str, *, const: bool) -> None:
+    def row(self, name: str, ctype: str, argument: str, *, const: bool = True) -> None:
         self.parameters.append(f"{'const ' if const else ''}{ctype}* __restrict {name}")
         self.arguments.append(argument)
 
@@ -165,13 +165,13 @@ def _float32(value: float) -> float:
 
 # --- the frame around it --------------------------------------------------------------------------------------------------
 def _open(plan: Plan) -> list[str]:
-    """Signature of `run`, its arrays, the parallel region and one thread's rows."""
-    lines = ['extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads) {']
+    """Signature of `run`, its arrays, and the parallel region with one thread's rows."""
+    lines = ['extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {']
     for i, a in enumerate(plan.arguments):
-        ctype = STORAGE[a.storage]
         const = "const " if i < len(plan.reads) else ""
-        name = a.role if a.kind != "row" else f"{a.role}_first" if _begins(plan, i) else f"{a.role}_last"
-        lines.append(f"  {const}{ctype}* const {name}_seq = static_cast<{const}{ctype}*>(arrays[{i}]);")
+        ctype = const + STORAGE[a.storage]
+        lines.append(f"  {ctype}* const {_pointer(a, i < len(plan.reads))} = static_cast<{ctype}*>(arrays[{i}]);")
+    lines += [f"  huge_pages({a.role}_seq, T * N * sizeof({STORAGE[a.storage]}));" for a in plan.writes if a.kind == "sequence"]
     lines += [
         "  int failed = 0;",
         "#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)",
@@ -179,41 +179,9 @@ def _open(plan: Plan) -> list[str]:
         f"    Scratch scratch(tile * {_scratch_bytes(plan)} + {64 * (2 * len(plan.arguments) + len(plan.carried) + 4)});",
         "    failed |= !scratch.ok();",
     ]
-    return lines
-
-
-def _begins(plan: Plan, index: int) -> bool:
-    return index < len(plan.reads)
-
-
-def _scratch_bytes(plan: Plan) -> int:
-    """Of one neuron: carried rows, spread params, and a buffer for each sequence's ragged rows."""
-    total = sum(a.compute.itemsize for a in plan.carried)
-    total += sum(a.compute.itemsize if a.kind == "param" else a.storage.itemsize for a in plan.arguments if a.kind in ("param", "sequence"))
-    if plan.direction == "backward":
-        total += (plan.chunk) * sum(a.compute.itemsize for a in plan.reads if a.kind == "checkpoint")
-    return total
-
-
-def _buffers(plan: Plan) -> list[str]:
-    lines = []
-    for a in plan.arguments:
-        if a.kind == "sequence":
-            lines.append(f"    {STORAGE[a.storage]}* const {a.role}_buffer = scratch.rows<{STORAGE[a.storage]}>(tile);")
-        elif a.kind == "param":
-            lines.append(f"    {COMPUTE[a.compute]}* const {a.role}_row = scratch.rows<{COMPUTE[a.compute]}>(tile);")
-    for a in plan.carried:
-        lines.append(f"    {COMPUTE[a.compute]}* const {a.role}_row = scratch.rows<{COMPUTE[a.compute]}>(tile);")
-    if plan.direction == "backward":
-        for a in plan.reads:
-            if a.kind == "checkpoint":
-                ctype = COMPUTE[a.compute]
-                lines.append(f"    {ctype}* const v{a.role[1:]}_row = scratch.rows<{ctype}>(K * tile);  // K recomputed steps")
-    return lines
-
-
-def _tiles(plan: Plan) -> list[str]:
-    lines = [
+    for name, ctype, count in _scratch_rows(plan):
+        lines.append(f"    {ctype}* const {name} = scratch.rows<{ctype}>({count});")
+    lines += [
         "#pragma omp for schedule(static)",
         "    for (int64_t begin = 0; begin < N; begin += tile) {",
         "      if (failed) continue;",
@@ -221,66 +189,80 @@ def _tiles(plan: Plan) -> list[str]:
         "      const bool full = n == size;  // else rows pass through padded buffers",
     ]
     params = [a for a in plan.reads if a.kind == "param"]
-    for i, a in enumerate(params):
-        lines.append(f"      spread({a.role}_seq, dims[{2 * i}], dims[{2 * i + 1}], begin, size, {a.role}_row);")
+    lines += [f"      spread({a.role}_seq, dims[{2 * i}], dims[{2 * i + 1}], begin, size, {a.role}_row);" for i, a in enumerate(params)]
+    for a in plan.carried:
+        if a.role[:2] == "gp":
+            lines.append(f"      std::memset({a.role}_row, 0, n * sizeof({COMPUTE[a.compute]}));")
+        else:
+            lines.append(f"      first_row({a.role}_first, begin, size, {a.role}_row);")
     return lines
 
 
+def _close(plan: Plan) -> list[str]:
+    """Store the last rows and end the parallel region."""
+    rows = [f"      last_row({a.role}_row, begin, size, {a.role}_last);" for a in plan.writes if a.kind == "row"]
+    return [*rows, "    }", *(["    if (large) fence();"] if plan.direction == "backward" else []), "  }", "  return failed;", "}"]
+
+
+def _pointer(a: Array, read: bool) -> str:
+    return f"{a.role}_seq" if a.kind != "row" else f"{a.role}_first" if read else f"{a.role}_last"
+
+
+def _scratch_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """Name, type and length of one thread's rows: buffers of sequences, spread params, carried rows, recomputed states."""
+    rows = [(f"{a.role}_buffer", STORAGE[a.storage], "tile") for a in plan.arguments if a.kind == "sequence"]
+    rows += [(f"{a.role}_row", COMPUTE[a.compute], "tile") for a in plan.arguments if a.kind == "param"]
+    rows += [(f"{a.role}_row", COMPUTE[a.compute], "tile") for a in plan.carried]
+    if plan.direction == "backward":
+        rows += [(f"v{a.role[1:]}_row", COMPUTE[a.compute], "K * tile") for a in plan.reads if a.kind == "checkpoint"]
+    return rows
+
+
+def _scratch_bytes(plan: Plan) -> int:
+    """Scratch bytes per neuron of a tile; sizes of C++ types are those of the dtypes, but 16-bit floats compute in 4."""
+    size = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "bool": 1, "uint8_t": 1}
+    sizes = size | {f"int{8 * n}_t": n for n in (1, 2, 4, 8)}
+    return sum(sizes[ctype] * (plan.chunk if count != "tile" else 1) for _, ctype, count in _scratch_rows(plan))
+
+
 def _sequence_rows(plan: Plan, indent: str, roles: Container[str] | None = None) -> tuple[list[str], list[str]]:
-    """Before a step: where its rows are; after it: copy ragged rows out."""
+    """Before a step: where its rows are; after it: flush buffered rows."""
     before, after = [], []
+    buffered = "!full || large" if plan.direction == "backward" else "!full"
     for i, a in enumerate(plan.arguments):
         if a.kind != "sequence" or (roles is not None and a.role not in roles):
             continue
-        ctype = STORAGE[a.storage]
-        at = f"{a.role}_seq + t * N + begin"
-        if _begins(plan, i):
+        ctype, at = STORAGE[a.storage], f"{a.role}_seq + t * N + begin"
+        if i < len(plan.reads):
             before.append(f"{indent}const {ctype}* const {a.role}_row = readable({at}, size, full, {a.role}_buffer);")
         else:
-            before.append(f"{indent}{ctype}* const {a.role}_row = full ? {at} : {a.role}_buffer;")
-            after.append(f"std::memcpy({at}, {a.role}_buffer, size * sizeof({ctype}));")
-    if after:
-        after = [f"{indent}if (!full) {{", *(f"{indent}  {line}" for line in after), f"{indent}}}"]
+            before.append(f"{indent}{ctype}* const {a.role}_row = {buffered} ? {a.role}_buffer : {at};")
+            after.append(f"{indent}if ({buffered}) flush({at}, {a.role}_buffer, size, large);")
     return before, after
 
 
 def _operand_rows(step: _Step, graph: Graph, plan: Plan, state: str) -> None:
-    """Loads of the operands that a graph reads. `state`: the expression of a state's row, with {0} for its role."""
+    """Load the operands of a step. `state`: the row of a state, with {} for its role."""
     arrays = {a.role: a for a in plan.reads}
+    carried = {a.role for a in plan.carried}
     for role, node in graph.inputs.items():
-        ctype = COMPUTE[node.dtype]
-        if role[0] == "v":
-            step.row(f"{role}_row", ctype, state.format(role), const=True)
-            step.top.append(f"const {ctype} {node.name} = {role}_row[i];")
-        elif role[:2] == "gv":
+        if role in carried:
             continue
-        elif role[0] == "p":
-            step.row(f"{role}_row", ctype, f"{role}_row", const=True)
-            step.top.append(f"const {ctype} {node.name} = {role}_row[i];")
-        else:
-            step.row(f"{role}_row", STORAGE[arrays[role].storage], f"{role}_row", const=True)
-            step.top.append(f"const {ctype} {node.name} = load<{ctype}>({role}_row[i]);")
+        ctype = COMPUTE[node.dtype]
+        sequence = role in arrays and arrays[role].kind == "sequence"
+        step.row(f"{role}_row", STORAGE[arrays[role].storage] if sequence else ctype, state.format(role) if role[0] == "v" else f"{role}_row")
+        step.top.append(f"const {ctype} {node.name} = " + (f"load<{ctype}>({role}_row[i]);" if sequence else f"{role}_row[i];"))
 
 
 def _value(node: Node) -> str:
     return literal(node) if node.op == "const" else node.name
 
 
-def _stored(a: Array, node: Node) -> str:
-    return f"{a.role}_row[i] = store<{STORAGE[a.storage]}>({_value(node)});"
-
-
 # --- forward ----------------------------------------------------------------------------------------------------------------
 def _forward(plan: Plan) -> list[str]:
     step = _Step("step", f"One step of {_safe(plan.core)} on a row of n neurons.")
     graph = plan.step
-    arrays = {a.role: a for a in plan.reads}
-    for role, node in graph.inputs.items():
-        if role[0] == "v":
-            continue
-        a, ctype = arrays[role], COMPUTE[node.dtype]
-        step.row(f"{role}_row", STORAGE[a.storage] if role[0] == "x" else ctype, f"{role}_row", const=True)
-        step.top.append(f"const {ctype} {node.name} = load<{ctype}>({role}_row[i]);")
+    _operand_rows(step, graph, plan, "")
     for a in plan.carried:
         step.row(f"{a.role}_row", COMPUTE[a.compute], f"{a.role}_row", const=False)
         if a.role in graph.inputs:
@@ -288,31 +270,16 @@ def _forward(plan: Plan) -> list[str]:
         step.bottom.append(f"{a.role}_row[i] = {_value(graph.outputs[a.role])};")
     for a in plan.writes:
         if a.kind == "sequence":
+            value = _value(graph.outputs[a.role if a.role[0] == "y" else f"v{a.role[1:]}"])
             step.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
-            step.bottom.append(_stored(a, graph.outputs[a.role if a.role[0] == "y" else f"v{a.role[1:]}"]))
+            step.bottom.append(f"{a.role}_row[i] = store<{STORAGE[a.storage]}>({value});")
     before, after = _sequence_rows(plan, "        ")
-    lines = [*step.text(graph), *_open(plan), *_buffers(plan), *_tiles(plan)]
-    for a in plan.carried:
-        ctype = COMPUTE[a.compute]
-        first = f"{a.role}_first_seq"
-        lines.append(
-            f"      for (int64_t i = 0; i < size; ++i) {a.role}_row[i] = {first} ? load<{ctype}>({first}[begin + i]) : {ctype}(0);"
-        )
-    lines.append("      for (int64_t t = 0; t < T; ++t) {")
-    checkpoints = [a for a in plan.writes if a.kind == "checkpoint"]
-    if checkpoints:
-        lines.append("        if (t % K == 0 && t > 0) {")
-        for a in checkpoints:
-            ctype = COMPUTE[a.compute]
-            lines.append(f"          std::memcpy({a.role}_seq + (t / K - 1) * N + begin, v{a.role[1:]}_row, size * sizeof({ctype}));")
-        lines.append("        }")
-    lines += [*before, f"        {step.call()}", *after, "      }"]
+    lines = [*step.text(graph), *_open(plan), "      for (int64_t t = 0; t < T; ++t) {"]
     for a in plan.writes:
-        if a.kind == "row":
-            lines.append(
-                f"      for (int64_t i = 0; i < size; ++i) {a.role}_last_seq[begin + i] = store<{STORAGE[a.storage]}>({a.role}_row[i]);"
-            )
-    return [*lines, "    }", "  }", "  return failed;", "}"]
+        if a.kind == "checkpoint":
+            row, ctype = f"v{a.role[1:]}_row", COMPUTE[a.compute]
+            lines.append(f"        if (t % K == 0 && t > 0) std::memcpy({a.role}_seq + (t / K - 1) * N + begin, {row}, size * sizeof({ctype}));")
+    return [*lines, *before, f"        {step.call()}", *after, "      }", *_close(plan)]
 
 
 # --- backward -----------------------------------------------------------------------------------------------------------------
@@ -321,55 +288,52 @@ def _backward(plan: Plan) -> list[str]:
     vjp, advance = plan.step, plan.advance
     states = [a for a in plan.reads if a.kind == "checkpoint"]
     ahead = _Step("advance", f"The states of {_safe(plan.core)} one step on, on a row of n neurons.")
-    _operand_rows(ahead, advance, plan, "{0}_row + (t - start) * tile")
+    _operand_rows(ahead, advance, plan, "{}_row + (t - start) * tile")
     for role, node in advance.outputs.items():
         ahead.row(f"{role}_next", COMPUTE[node.dtype], f"{role}_row + (t - start + 1) * tile", const=False)
         ahead.bottom.append(f"{role}_next[i] = {_value(node)};")
-    back = _Step("vjp", f"One step back: the vector-Jacobian product of {_safe(plan.core)} on a row of n neurons.")
-    _operand_rows(back, vjp, plan, "{0}_row + (t - start) * tile")
-    sequences = {a.role: a for a in plan.reads if a.kind == "sequence"}
-    for a in plan.carried:
-        ctype = COMPUTE[a.compute]
-        back.row(f"{a.role}_row", ctype, f"{a.role}_row", const=False)
-        if a.role[:2] == "gv":
-            carried = f"{a.role}_row[i]"
-            extra = f"gs{a.role[2:]}"
-            if extra in sequences:
-                back.row(f"{extra}_row", STORAGE[sequences[extra].storage], f"{extra}_row", const=True)
-                carried += f" + load<{ctype}>({extra}_row[i])"
-            if a.role in vjp.inputs:
-                back.top.append(f"const {ctype} {vjp.inputs[a.role].name} = {carried};")
-            back.bottom.append(f"{a.role}_row[i] = {_value(vjp.outputs[a.role])};")
-        else:
-            back.bottom.append(f"{a.role}_row[i] += {_value(vjp.outputs[a.role])};")
-    for a in plan.writes:
-        if a.kind == "sequence":
-            back.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
-            back.bottom.append(_stored(a, vjp.outputs[a.role]))
+    back = _vjp_step(plan)
     before, after = _sequence_rows(plan, "          ")
-    ahead_rows, _ = _sequence_rows(plan, "          ", advance.inputs)
-    lines = [*(ahead.text(advance) if states else []), *back.text(vjp), *_open(plan), *_buffers(plan), *_tiles(plan)]
-    for a in plan.carried:
-        ctype, first = COMPUTE[a.compute], f"{a.role}_first_seq"
-        value = f"{first} ? load<{ctype}>({first}[begin + i]) : {ctype}(0)" if a.role[:2] == "gv" else f"{ctype}(0)"
-        lines.append(f"      for (int64_t i = 0; i < size; ++i) {a.role}_row[i] = {value};")
+    soon = [f"          if (t > 0) prefetch({a.role}_seq + (t - 1) * N + begin, size);" for a in plan.reads if a.kind == "sequence" and a.role[0] == "g"]
+    lines = [*(ahead.text(advance) if states else []), *back.text(vjp), *_open(plan)]
     lines += [
         "      for (int64_t start = (T - 1) / K * K; start >= 0; start -= K) {",
         "        const int64_t end = start + K < T ? start + K : T;",
     ]
     for a in states:
         role, ctype = f"v{a.role[1:]}", COMPUTE[a.compute]
-        first = f"{role}_first_seq"
         lines += [
             f"        if (start > 0) std::memcpy({role}_row, {a.role}_seq + (start / K - 1) * N + begin, size * sizeof({ctype}));",
-            f"        else for (int64_t i = 0; i < size; ++i) {role}_row[i] = {first} ? load<{ctype}>({first}[begin + i]) : {ctype}(0);",
+            f"        else first_row({role}_first, begin, size, {role}_row);",
         ]
     if states:
-        lines += ["        for (int64_t t = start; t + 1 < end; ++t) {", *ahead_rows, f"          {ahead.call()}", "        }"]
-    lines += ["        for (int64_t t = end - 1; t >= start; --t) {", *before, f"          {back.call()}", *after, "        }", "      }"]
+        rows, _ = _sequence_rows(plan, "          ", advance.inputs)
+        rows += [f"          prefetch({r}_seq + (t + 1) * N + begin, size);" for r in advance.inputs if r[0] == "x"]
+        lines += ["        for (int64_t t = start; t + 1 < end; ++t) {", *rows, f"          {ahead.call()}", "        }"]
+    lines += ["        for (int64_t t = end - 1; t >= start; --t) {", *before, *soon, f"          {back.call()}", *after, "        }", "      }"]
+    return [*lines, *_close(plan)]
+
+
+def _vjp_step(plan: Plan) -> _Step:
+    vjp = plan.step
+    back = _Step("vjp", f"One step back: the vector-Jacobian product of {_safe(plan.core)} on a row of n neurons.")
+    _operand_rows(back, vjp, plan, "{}_row + (t - start) * tile")
+    sequences = {a.role: a for a in plan.reads if a.kind == "sequence"}
+    for a in plan.carried:
+        ctype = COMPUTE[a.compute]
+        back.row(f"{a.role}_row", ctype, f"{a.role}_row", const=False)
+        if a.role[:2] == "gp":
+            back.bottom.append(f"{a.role}_row[i] += {_value(vjp.outputs[a.role])};")
+            continue
+        cotangent, own = f"{a.role}_row[i]", f"gs{a.role[2:]}"
+        if own in sequences:
+            back.row(f"{own}_row", STORAGE[sequences[own].storage], f"{own}_row")
+            cotangent += f" + load<{ctype}>({own}_row[i])"
+        if a.role in vjp.inputs:
+            back.top.append(f"const {ctype} {vjp.inputs[a.role].name} = {cotangent};")
+        back.bottom.append(f"{a.role}_row[i] = {_value(vjp.outputs[a.role])};")
     for a in plan.writes:
-        if a.kind == "row":
-            lines.append(
-                f"      for (int64_t i = 0; i < size; ++i) {a.role}_last_seq[begin + i] = store<{STORAGE[a.storage]}>({a.role}_row[i]);"
-            )
-    return [*lines, "    }", "  }", "  return failed;", "}"]
+        if a.kind == "sequence":
+            back.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
+            back.bottom.append(f"{a.role}_row[i] = store<{STORAGE[a.storage]}>({_value(vjp.outputs[a.role])});")
+    return back

@@ -1,43 +1,57 @@
-// What every generated CPU kernel includes: types, vector maths, tiles. No state, no dependencies but the C++ library.
+// What every generated CPU kernel includes: types and maths here, tiles in tile.h. Needs the C++ library alone.
 #pragma once
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 
 namespace flexsn {
 
-// --- storage of 16-bit floats; arithmetic on them is done in float ----------------------------------------------------
-struct half { uint16_t bits; };
-struct bfloat16 { uint16_t bits; };
+// --- storage of 16-bit floats; arithmetic on them is done in float. Integer arithmetic only, so that loops vectorise ---
+enum class half : uint16_t {};
+enum class bfloat16 : uint16_t {};
 
 inline float bits_to_float(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
 inline uint32_t float_to_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
 
-template <class To, class From> inline To load(From x) { return static_cast<To>(x); }
-template <> inline float load<float, bfloat16>(bfloat16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
+inline float from_bfloat16(bfloat16 x) { return bits_to_float(uint32_t(x) << 16); }
 inline bfloat16 to_bfloat16(float f) {  // round to nearest even, NaN stays NaN
   const uint32_t u = float_to_bits(f);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return {uint16_t(f != f ? 0x7fc0u : rounded)};
+  return bfloat16(uint16_t(f != f ? 0x7fc0u : rounded));
 }
-#if defined(__FLT16_MANT_DIG__)
-template <> inline float load<float, half>(half x) { _Float16 h; std::memcpy(&h, &x, 2); return float(h); }
-inline half to_half(float f) { const _Float16 h = _Float16(f); half r; std::memcpy(&r, &h, 2); return r; }
-#else
-#error "flexsn needs a compiler with _Float16 (g++ 12 or clang 15, or newer)"
-#endif
-template <class To, class From> inline To store(From x) { return static_cast<To>(x); }
-template <> inline half store<half, float>(float x) { return to_half(x); }
-template <> inline bfloat16 store<bfloat16, float>(float x) { return to_bfloat16(x); }
-inline float round_half(float x) { return load<float>(to_half(x)); }
-inline float round_bfloat16(float x) { return load<float>(to_bfloat16(x)); }
+inline float from_half(half x) {
+  const uint32_t h = uint32_t(x), shifted = (h & 0x7fffu) << 13, exponent = shifted & 0x0f800000u;
+  const uint32_t normal = shifted + (exponent == 0x0f800000u ? 0x70000000u : 0x38000000u);  // inf and NaN keep all ones
+  const float denormal = bits_to_float(shifted + 0x38800000u) - bits_to_float(0x38800000u);
+  return bits_to_float((exponent == 0 ? float_to_bits(denormal) : normal) | (h & 0x8000u) << 16);
+}
+inline half to_half(float f) {  // round to nearest even
+  const uint32_t u = float_to_bits(f), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  const uint32_t normal = (a + 0xc8000fffu + ((a >> 13) & 1u)) >> 13;
+  const uint32_t denormal = float_to_bits(bits_to_float(a) + bits_to_float(0x3f000000u)) - 0x3f000000u;
+  const uint32_t special = a > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  return half(uint16_t((a >= 0x47800000u ? special : a < 0x38800000u ? denormal : normal) | sign));
+}
+template <class To, class From> inline To load(From x) {
+  if constexpr (std::is_same_v<From, half>) return To(from_half(x));
+  else if constexpr (std::is_same_v<From, bfloat16>) return To(from_bfloat16(x));
+  else if constexpr (std::is_same_v<From, bool> && !std::is_same_v<To, bool>) return x ? To(1) : To(0);
+  else return static_cast<To>(x);
+}
+template <class To, class From> inline To store(From x) {
+  if constexpr (std::is_same_v<To, half>) return to_half(float(x));
+  else if constexpr (std::is_same_v<To, bfloat16>) return to_bfloat16(float(x));
+  else return static_cast<To>(x);
+}
+inline float round_half(float x) { return from_half(to_half(x)); }
+inline float round_bfloat16(float x) { return from_bfloat16(to_bfloat16(x)); }
 
 // --- conversions as c10::convert does them ----------------------------------------------------------------------------
 template <class To, class From> inline To convert(From x) {
   if constexpr (std::is_same_v<To, bool>) return x != From(0);
+  else if constexpr (std::is_same_v<From, bool>) return x ? To(1) : To(0);  // a cast of bool does not vectorise
   else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To> && sizeof(To) < 8) return To(int64_t(x));
   else return static_cast<To>(x);
 }
@@ -197,54 +211,3 @@ typedef double d2_ __attribute__((vector_size(16)));
   inline double fn(double x, double y) { return std::fn(x, y); }  \
   }
 #endif
-
-namespace flexsn {
-// --- tiles ------------------------------------------------------------------------------------------------------------
-constexpr int64_t LANES = 64;  // rows of a tile are padded to this many neurons: vector loops have no tail
-inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-
-// One thread's scratch memory: zeroed rows of `tile` neurons each, cut off one after another.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) : data_(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64))) {
-    if (data_) std::memset(data_, 0, bytes);
-  }
-  ~Scratch() { std::free(data_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  bool ok() const { return data_ != nullptr; }
-  template <class T> T* rows(int64_t count) {
-    T* p = reinterpret_cast<T*>(data_ + used_);
-    used_ += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
-    return p;
-  }
-
- private:
-  char* data_;
-  int64_t used_ = 0;
-};
-
-// A row that a vector loop may read past its end: the row itself if it is full, else a copy in `buffer`.
-template <class T> inline const T* readable(const T* row, int64_t n, bool full, T* buffer) {
-  if (full) return row;
-  std::memcpy(buffer, row, n * sizeof(T));
-  return buffer;
-}
-// A param broadcasts by index: element i of the step is element (i / inner) % count of the param.
-template <class To, class T>
-inline void spread(const T* param, int64_t inner, int64_t count, int64_t begin, int64_t n, To* row) {
-  if (inner == 1 && begin + n <= count) {
-    for (int64_t i = 0; i < n; ++i) row[i] = load<To>(param[begin + i]);
-    return;
-  }
-  int64_t index = (begin / inner) % count, left = inner - begin % inner;
-  for (int64_t i = 0; i < n;) {
-    const int64_t run = left < n - i ? left : n - i;
-    const To value = load<To>(param[index]);
-    for (int64_t j = 0; j < run; ++j) row[i + j] = value;
-    i += run;
-    left = inner;
-    index = index + 1 == count ? 0 : index + 1;
-  }
-}
-}  // namespace flexsn

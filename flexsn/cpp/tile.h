@@ -1,0 +1,109 @@
+// Rows, tiles and scratch memory of the generated CPU kernels.
+#pragma once
+#include <cstdlib>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include "flexsn.h"
+
+namespace flexsn {
+
+constexpr int64_t LANES = 64;  // rows of a tile are padded to this many neurons: vector loops have no tail
+inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+// One thread's scratch memory: zeroed rows of `tile` neurons each, cut off one after another.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : data_(static_cast<char*>(std::aligned_alloc(64, (bytes + 127) / 64 * 64))) {
+    if (data_) std::memset(data_, 0, bytes);
+  }
+  ~Scratch() { std::free(data_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  bool ok() const { return data_ != nullptr; }
+  template <class T> T* rows(int64_t count) {
+    T* p = reinterpret_cast<T*>(data_ + used_);
+    used_ += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+    return p;
+  }
+
+ private:
+  char* data_;
+  int64_t used_ = 0;
+};
+
+// A row that a vector loop may read past its end: the row itself if it is full, else a copy in `buffer`.
+template <class T> inline const T* readable(const T* row, int64_t n, bool full, T* buffer) {
+  if (full) return row;
+  std::memcpy(buffer, row, n * sizeof(T));
+  return buffer;
+}
+
+// Write a finished row from its buffer; `streamed` past the caches, for arrays that are larger than these.
+template <class T> inline void flush(T* row, const T* buffer, int64_t n, bool streamed) {
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+  if (streamed && reinterpret_cast<uintptr_t>(row) % 64 == 0) {
+    typedef long long line __attribute__((vector_size(64)));
+    const int64_t lines = n * int64_t(sizeof(T)) / 64;
+    const line* const from = reinterpret_cast<const line*>(buffer);
+    line* const to = reinterpret_cast<line*>(row);
+    for (int64_t i = 0; i < lines; ++i) __builtin_ia32_movntdq512(to + i, from[i]);
+    const int64_t done = lines * 64 / int64_t(sizeof(T));
+    std::memcpy(row + done, buffer + done, (n - done) * sizeof(T));
+    return;
+  }
+#endif
+  (void)streamed;
+  std::memcpy(row, buffer, n * sizeof(T));
+}
+inline void fence() {  // streamed rows are visible to other threads after it
+#if defined(__SSE2__)
+  __builtin_ia32_sfence();
+#endif
+}
+
+// Ask for a row that is read soon: rows are strided, so the processor does not foresee them.
+template <class T> inline void prefetch(const T* row, int64_t n) {
+  const char* const p = reinterpret_cast<const char*>(row);
+  for (int64_t i = 0; i < n * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 3);
+}
+
+// Large fresh arrays: huge pages save most of the cost of their first touch.
+inline void huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr int64_t page = int64_t(1) << 21;
+  if (bytes < 16 * page) return;
+  const int64_t begin = (reinterpret_cast<int64_t>(data) + page - 1) / page * page;
+  const int64_t end = (reinterpret_cast<int64_t>(data) + bytes) / page * page;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice only: a refusal changes nothing
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
+// A param broadcasts by index: element i of the step is element (i / inner) % count of the param.
+template <class To, class T>
+inline void spread(const T* param, int64_t inner, int64_t count, int64_t begin, int64_t n, To* row) {
+  if (inner == 1 && begin + n <= count) {
+    for (int64_t i = 0; i < n; ++i) row[i] = load<To>(param[begin + i]);
+    return;
+  }
+  int64_t index = (begin / inner) % count, left = inner - begin % inner;
+  for (int64_t i = 0; i < n;) {
+    const int64_t run = left < n - i ? left : n - i;
+    const To value = load<To>(param[index]);
+    for (int64_t j = 0; j < run; ++j) row[i + j] = value;
+    i += run;
+    left = inner;
+    index = index + 1 == count ? 0 : index + 1;
+  }
+}
+// The first row of a state or cotangent: given, or zero.
+template <class To, class T> inline void first_row(const T* given, int64_t begin, int64_t n, To* row) {
+  for (int64_t i = 0; i < n; ++i) row[i] = given ? load<To>(given[begin + i]) : To(0);
+}
+template <class To, class T> inline void last_row(const T* row, int64_t begin, int64_t n, To* out) {
+  for (int64_t i = 0; i < n; ++i) out[begin + i] = store<To>(row[i]);
+}
+}  // namespace flexsn
