@@ -32,6 +32,8 @@ from .errors import (
     CapturedMutationError,
     CapturedTensorError,
     ControlFlowError,
+    CoreError,
+    DeviceMismatchError,
     FlexSNError,
     InPlaceError,
     NotElementwiseError,
@@ -106,6 +108,7 @@ class Trace:
         lines = []
         for node in self.graph.nodes:
             args = [node.args, sorted(node.kwargs.items())] if node.op == "call_function" else []
+            args = [node.meta["uniform"]] if "uniform" in node.meta else args
             lines.append(f"{node.name} {node.meta.get('kind')} {node.target} {args} {getattr(node.meta.get('val'), 'dtype', '')}")
         lines += [f"{name} {tensor.tolist()}" for name, tensor in self.constants.items()]
         return "\n".join(lines) + f"\n{self.returns} {self.grads} {self.cotangents}"
@@ -125,7 +128,7 @@ def trace(
         FlexSNError: what the core does cannot be recorded faithfully; the class says what.
     """
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = _Recorder(sig, fake, captured, vjp)
+    recorder = _Recorder(sig, fake, device, captured, vjp)
     with fake, torch.set_grad_enabled(vjp):
         operands = []
         for i, meta in enumerate(metas):
@@ -171,8 +174,9 @@ class _ValueReads(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, sig: Signature, fake: Any, captured: dict[str, Tensor], vjp: bool):
+    def __init__(self, sig: Signature, fake: Any, device: torch.device, captured: dict[str, Tensor], vjp: bool):
         super().__init__()
+        self.device = device
         self.sig, self.fake, self.vjp = sig, fake, vjp
         self.graph = fx.Graph()
         self.tracked: dict[int, tuple[Tensor, fx.Node]] = {}  # the tensor is kept so that its id stays its own
@@ -210,6 +214,10 @@ class _Recorder(TorchDispatchMode):
             return self.unnamed(tensor)
         if tensor.dtype not in DTYPES:
             raise UnsupportedDtypeError(f"captured tensor `{path}` has dtype {tensor.dtype}", core=self.sig.core, line=self.line())
+        if tensor.device != self.device and tensor.dim():
+            raise DeviceMismatchError(
+                f"captured tensor `{path}` is on {tensor.device} but the operands are on {self.device}", core=self.sig.core, line=self.line()
+            )
         with self.fake:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         node = self.graph.placeholder("captured_" + re.sub(r"\W", "_", path))
@@ -447,6 +455,8 @@ class _Recorder(TorchDispatchMode):
             raise NotElementwiseError(
                 f"the shape of `{_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line()
             ) from None
+        except RuntimeError as error:  # what eager would say too: shapes that do not broadcast, dtypes that do not mix
+            raise CoreError(f"`{_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
 
     # --- the VJP ------------------------------------------------------------------------------------------------------
     def differentiate(self, values: Sequence[Tensor], operands: list[Tensor], cotangents: list[fx.Node | None]) -> list[fx.Node | None]:

@@ -76,6 +76,10 @@ class OperandMutationError(FlexSNError, ValueError):
     """The core writes into an input, state or param in place."""
 
 
+class CoreError(FlexSNError, RuntimeError):
+    """PyTorch refuses an op inside the core (shapes that do not broadcast, dtypes that do not mix)."""
+
+
 class UnsupportedDtypeError(FlexSNError, TypeError):
     """An operand or intermediate has a dtype that flexsn does not handle (complex, quantised, ...)."""
 

@@ -36,7 +36,7 @@ class Node:
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.name}: {kind} = {self.op}({', '.join(a.name if a.op != 'const' else repr(a.value) for a in self.args)})"
+        return f"{self.name}: {kind} = {self.op}({', '.join(a.name for a in self.args)})"
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Graph:
 
     def __str__(self) -> str:
         ins = ", ".join(f"{role}={n.name}" for role, n in self.inputs.items())
-        outs = ", ".join(f"{role}={n.name if n.op != 'const' else n.value!r}" for role, n in self.outputs.items())
+        outs = ", ".join(f"{role}={n.name}" for role, n in self.outputs.items())  # a constant's name is its value
         return "\n".join([f"{self.core}({ins}):", *(f"    {n}" for n in self.nodes), f"    return {outs}"])
 
     def select(self, roles: Iterable[str]) -> Graph:
@@ -150,12 +150,26 @@ class Builder:
             return args[0]
         if op == "convert" and args[0].op == "const":
             return self.const(args[0].value, dtype)
+        simpler = self._simplify(op, args)
+        if simpler is not None:
+            return simpler
         key = (op, args, dtype)
         if key not in self._known:
             node = Node(op, args, dtype, self.name(name), line=line or self.line)
             self._known[key] = node
             self.nodes.append(node)
         return self._known[key]
+
+    def _simplify(self, op: str, args: tuple[Node, ...]) -> Node | None:
+        """Identities that hold bit for bit."""
+        last = args[-1]
+        if op in ("mul", "div") and last.op == "const" and last.value == 1:
+            return args[0]
+        if op in ("add", "sub") and last.op == "neg" and last.dtype.is_floating_point:
+            return self.op("sub" if op == "add" else "add", args[0], last.args[0])
+        if op == "neg" and last.op == "neg":
+            return last.args[0]
+        return None
 
     def op(self, name: str, *args: Node) -> Node:
         """A closed op on nodes; the dtype of the result follows the op's rule."""

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND  # 2.11, 2.13
 from torch._prims_common import elementwise_dtypes  # 2.11, 2.13
 
 from . import _compat
-from .graph import Builder, Graph, Node
+from .errors import UnsupportedOpError
+from .graph import HALF, Builder, Graph, Node
 from .opset import OPS, Op
 
 aten = torch.ops.aten
@@ -49,7 +50,11 @@ class Lowering:
 
     def cast(self, arg: Any, dtype: torch.dtype) -> Node:
         """An argument (recorded node or Python number) as a value of `dtype`."""
-        return self.b.convert(self.node(arg), dtype) if isinstance(arg, fx.Node) else self.b.const(arg, dtype)
+        if isinstance(arg, fx.Node):
+            return self.b.convert(self.node(arg), dtype)
+        if dtype in HALF:
+            arg = torch.tensor(arg, dtype=dtype, device="cpu").item()
+        return self.b.const(arg, dtype)
 
     def casts(self, args: Sequence[Any], dtype: torch.dtype) -> tuple[Node, ...]:
         return tuple(self.cast(a, dtype) for a in args)
@@ -88,7 +93,7 @@ def lower(
         rule = RULES[node.target] if node.target in RULES else _MULTI[node.args[0].target][node.args[1]]
         low.b.line = node.meta["line"]
         before = len(low.b.nodes)
-        value = rule(low, node)
+        value = low.b.convert(rule(low, node), node.meta["val"].dtype)
         if node in names and len(low.b.nodes) > before and value is low.b.nodes[-1]:
             value.name = low.b.name(names[node])
         low.env[node] = value
@@ -165,7 +170,11 @@ def _direct(op: Op) -> Rule:
     def rule(low: Lowering, node: fx.Node) -> Node:
         args = [node.args[i] if i < len(node.args) else node.kwargs[_schema_name(node, i)] for i in range(op.arity)]
         kind = KIND.INT_TO_FLOAT if op.promote == "float" else KIND.DEFAULT
-        dtype = _promoted(args, kind) if op.result == "bool" else node.meta["val"].dtype
+        dtype = _promoted(args, kind) if op.result == "bool" else _dtype(node)
+        if op.name in ("floor", "ceil", "trunc", "round") and not dtype.is_floating_point:
+            return low.cast(args[0], dtype)
+        if op.name == "nextafter" and node.meta["val"].dtype in HALF:
+            raise UnsupportedOpError("`nextafter` of 16-bit floats has no rule", core=low.b.core, line=low.b.line)
         return low.op(op.name, *low.casts(args, dtype))
 
     return rule
@@ -181,7 +190,9 @@ for _op in OPS.values():
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    return node.meta["val"].dtype
+    """In what a node is computed: as in eager, 16-bit floats in float32, and `lower` rounds the result once."""
+    own = node.meta["val"].dtype
+    return torch.float32 if own in HALF else own
 
 
 def _scaled_sum(low: Lowering, dtype: torch.dtype, a: Any, b: Any, alpha: Any, sign: int) -> Node:
@@ -306,7 +317,7 @@ def _bitwise_not(low: Lowering, node: fx.Node) -> Node:
 
 @_rule("_to_copy.default")
 def _to_copy(low: Lowering, node: fx.Node) -> Node:
-    return low.cast(node.args[0], _dtype(node))
+    return low.cast(node.args[0], node.meta["val"].dtype)
 
 
 @_rule("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar")
@@ -333,8 +344,9 @@ def _pow(low: Lowering, node: fx.Node) -> Node:
 
 def _by_kind(name: str) -> Rule:
     def rule(low: Lowering, node: fx.Node) -> Node:
-        dtype = _dtype(node)
-        return low.op(name if dtype.is_floating_point else f"{name}_int", *low.casts(node.args[:2], dtype))
+        dtype, own = _dtype(node), node.meta["val"].dtype
+        args = [low.b.convert(low.cast(a, own), dtype) for a in node.args[:2]]  # eager rounds a number to 16 bits here
+        return low.op(name if dtype.is_floating_point else f"{name}_int", *args)
 
     return rule
 
@@ -356,7 +368,7 @@ def _div_mode(low: Lowering, node: fx.Node) -> Node:
 def _index_put(low: Lowering, node: fx.Node) -> Node:
     """`h[mask] = number`; other forms are refused when recorded (`elementwise_index_put`)."""
     x, (mask,), value = node.args[:3]
-    return low.op("where", low.node(mask), low.cast(value, _dtype(node)), low.node(x))
+    return low.op("where", low.node(mask), *low.casts((value, x), _dtype(node)))
 
 
 _MULTI: dict[Any, tuple[Rule, ...]] = {
@@ -368,13 +380,120 @@ _MULTI: dict[Any, tuple[Rule, ...]] = {
 for _overload, _parts in _MULTI.items():
     RULES[_overload] = _parts[0]
 
-# Decompositions of PyTorch that round more than eager does, replaced.
-_OWN: dict[Any, Callable[..., Any]] = {
-    aten.log_sigmoid_forward.default: lambda x: (torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-torch.abs(x))), x),
-    aten.log_sigmoid_backward.default: lambda g, x, buffer: g * torch.sigmoid(-x),
-    aten.special_erfcx.default: None,
-}
-_ = math
+
+
+# --- composites with eager's own formulas ----------------------------------------------------------------------------------
+# Where PyTorch's decomposition is missing or rounds differently. `torch.addcmul` stands for the FMA that eager does.
+_OWN: dict[Any, Callable[..., Any]] = {}
+
+
+def _own(*overloads: str):
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        for overload in overloads:
+            packet, _, name = overload.partition(".")
+            _OWN[getattr(getattr(aten, packet), name)] = _wide(fn)
+        return fn
+
+    return register
+
+
+def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """As eager: 16-bit floats are computed in float32 and rounded once, at the end."""
+
+    @functools.wraps(fn)
+    def wide(*args, **kwargs):
+        narrow = [a.dtype for a in args if isinstance(a, Tensor) and a.dtype in HALF]
+        if not narrow:
+            return fn(*args, **kwargs)
+        done = fn(*[a.float() if isinstance(a, Tensor) and a.dtype in HALF else a for a in args], **kwargs)
+        return tuple(d.to(narrow[0]) for d in done) if isinstance(done, tuple) else done.to(narrow[0])
+
+    return wide
+
+
+def _one_less_square(y: Tensor) -> Tensor:
+    return torch.addcmul(torch.ones_like(y), y, y, value=-1)
+
+
+@_own("heaviside.default")
+def _heaviside(x: Tensor, values: Tensor) -> Tensor:
+    return torch.where(x == 0, values, (x > 0).to(values.dtype))
+
+
+@_own("logaddexp.default")
+def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    larger = torch.maximum(x, y)
+    return torch.where((x == y) & torch.isinf(x), x, larger + torch.log1p(torch.exp(-torch.abs(x - y))))
+
+
+@_own("logaddexp2.default")
+def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
+    larger = torch.maximum(x, y)
+    spread = torch.log1p(torch.exp2(-torch.abs(x - y))) * (1 / math.log(2))
+    return torch.where((x == y) & torch.isinf(x), x, larger + spread)
+
+
+@_own("round.decimals")
+def _round(x: Tensor, *, decimals: int) -> Tensor:
+    scale = 10.0 ** abs(decimals)
+    if decimals == 0 or not x.is_floating_point():
+        return torch.round(x)
+    return torch.round(x * scale) / scale if decimals > 0 else torch.round(x / scale) * scale
+
+
+@_own("hardshrink.default", "hardshrink_backward.default", "softshrink_backward.default")
+def _hardshrink(value: Tensor, x: Tensor | float = 0.5, lambd: float | None = None) -> Tensor:
+    """`value`: what passes outside of the dead zone, x or the gradient."""
+    if lambd is None:
+        x, lambd = value, x
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, value)
+
+
+@_own("softshrink.default")
+def _softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0))
+
+
+@_own("tanh_backward.default")
+def _tanh_backward(grad: Tensor, y: Tensor) -> Tensor:
+    return grad * _one_less_square(y)
+
+
+@_own("silu_backward.default")
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    gate = torch.sigmoid(x)
+    return grad * gate * torch.addcmul(torch.ones_like(x), x, 1 - gate)
+
+
+@_own("mish_backward.default")
+def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    bent = torch.tanh(torch.log1p(torch.exp(x)))
+    return grad * torch.addcmul(bent, x * torch.sigmoid(x), _one_less_square(bent))
+
+
+@_own("gelu_backward.default")
+def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        below = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        density = torch.exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
+        return grad * torch.addcmul(below, x, density)
+    beta, kappa = math.sqrt(2 / math.pi), 0.044715
+    square = x * x
+    bent = torch.tanh(beta * torch.add(x, square * x, alpha=kappa))
+    inner = beta * torch.add(torch.ones_like(x), square, alpha=3 * kappa)
+    return grad * torch.addcmul(0.5 * (1 + bent), 0.5 * x * _one_less_square(bent), inner)
+
+
+@_own("log_sigmoid_forward.default")
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    small = torch.exp(-torch.abs(x))
+    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(small), small
+
+
+@_own("log_sigmoid_backward.default")
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, small: Tensor) -> Tensor:
+    share = small / (1 + small)
+    return grad * torch.where(x < 0, 1 - share, share)
 
 
 @functools.cache

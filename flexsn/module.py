@@ -26,8 +26,10 @@ class FlexSN(nn.Module):
         params: tensors passed to every step after the states. A `Parameter` becomes a parameter of this module, any other
             tensor a buffer (`param_0`, ...).
         example_inputs: one-step examples `[*inputs, *states]`; they are only counted.
-        example_outputs: one-step examples of the outputs, for their shape and dtype when `T == 0` and the eager loop runs.
-        requires_grad: accepted for compatibility; gradients follow the operands' own `requires_grad`.
+        example_outputs: one-step examples of the outputs: at `T == 0` their shapes and dtypes are returned, and the core
+            is not looked at.
+        requires_grad: one flag per input and state: False cuts the graph at that operand. By default gradients go to
+            whatever requires them.
         step_mode: `"m"`: calls take `[T, *shape]`; `"s"`: calls take one step `[*shape]`.
         backend: `"auto"`, `"cpp"` or `"torch"` (the eager loop).
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
@@ -70,10 +72,16 @@ class FlexSN(nn.Module):
         self.num_inputs, self.num_states = self._counts(num_inputs, num_states, num_outputs, example_inputs)
         self.num_outputs = num_outputs
         self.example_outputs = example_outputs
+        self.requires_grad_flags = None if requires_grad is None else tuple(requires_grad)
+        if self.requires_grad_flags is not None and len(self.requires_grad_flags) != self.num_inputs + self.num_states:
+            raise OperandCountError(
+                f"requires_grad has {len(self.requires_grad_flags)} flags for {self.num_inputs} inputs + {self.num_states} states",
+                core=core_name(core),
+            )
         self.step_mode, self.backend, self.store_state_seqs, self.strict = step_mode, backend, store_state_seqs, strict
         self.states: list[Tensor] | None = None
         self.state_seqs: list[Tensor] | None = None
-        self.captured = nn.Module()
+        self.captured: nn.Module | None = None
         self._reads: Any = None
         self._names: dict[str, str] = {}  # path of a captured object -> its name in `captured`
         self._origin: dict[str, Any] = {}  # what the path led to when it was registered
@@ -109,6 +117,8 @@ class FlexSN(nn.Module):
                     continue
                 name = self._names.setdefault(path, path.replace(".", "_"))
                 self._origin[path] = value
+                if self.captured is None:
+                    self.captured = nn.Module()
                 if isinstance(value, nn.Module):
                     self.captured.add_module(name, value)
                 elif isinstance(value, nn.Parameter):
@@ -134,6 +144,12 @@ class FlexSN(nn.Module):
         states = self.init_states(self.num_states, self.step_mode, *inputs) if self.states is None else self.states
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
+        if self.example_outputs is not None and inputs[0].shape[0] == 0:
+            empty = tuple(y.new_empty((0, *y.shape)) for y in self.example_outputs)
+            return empty[0] if len(empty) == 1 else empty
+        if self.requires_grad_flags is not None:
+            operands = [t if flag or t is None else t.detach() for t, flag in zip((*inputs, *states), self.requires_grad_flags, strict=True)]
+            inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]
         params = tuple(getattr(self, f"param_{k}") for k in range(self.num_params))
         finals, sequences, outputs = run_core(
             self.core, self._reads, replaced, inputs, tuple(states), params, backend=self.backend, strict=self.strict,

@@ -61,6 +61,7 @@ class Reads:
     fingerprint: tuple = ()  # code and constants; equal fingerprints trace to equal graphs
     watched: list[tuple[Slot, Any]] = field(default_factory=list)
     keepalive: list[Any] = field(default_factory=list)  # what the fingerprint names by id()
+    signatures: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by counts of operands, made by `scan`
 
     def current(self) -> bool:
         """Whether every place still holds the object that it held at the look."""

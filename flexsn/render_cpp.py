@@ -108,7 +108,7 @@ def _statements(graph: Graph) -> list[str]:
         text = _expression(node, inlined)
         user = consumer.get(node)
         if user is not None and uses[node] == 1 and re.fullmatch(r"t\d+", node.name) and user.line == node.line and _inlinable(node, user):
-            inlined[node] = text if text.startswith(("flexsn::", "-")) and " " not in text.partition("(")[0] else f"({text})"
+            inlined[node] = text if _is_call(OPS[node.op].cpp) and node.dtype not in HALF else f"({text})"
             continue
         where = f"  // {_where(node.line)}" if node.line and node.line != shown else ""
         shown = node.line or shown
@@ -116,9 +116,16 @@ def _statements(graph: Graph) -> list[str]:
     return lines
 
 
+def _is_call(template: str) -> bool:
+    return re.fullmatch(r"[\w:]+(<[^()]*>)?\([^()]*(\([^()]*\)[^()]*)*\)", template) is not None
+
+
 def _inlinable(node: Node, user: Node) -> bool:
-    """Small integers would be promoted inside an expression; a template may name an argument twice."""
+    """Small integers would be promoted inside an expression; a template may name an argument twice; in an arm of a
+    select it would be a branch, and the loop no vector loop."""
     index = user.args.index(node)
+    if user.op == "where" and index > 0:
+        return False
     plain = node.dtype in (torch.float32, torch.float64, torch.bool) and user.dtype in (torch.float32, torch.float64, torch.bool)
     return plain and OPS[user.op].cpp.count(f"{{{index}}}") == 1
 

@@ -71,7 +71,10 @@ def run_core(
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
-    sig = make_signature(core, len(inputs), len(states), len(params))
+    counts = (len(inputs), len(states), len(params))
+    if counts not in seen.signatures:
+        seen.signatures[counts] = make_signature(core, *counts)
+    sig = seen.signatures[counts]
     check_operands(sig, inputs, states, params)
     if backend != "torch":
         try:

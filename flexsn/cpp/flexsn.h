@@ -52,7 +52,7 @@ inline float round_bfloat16(float x) { return from_bfloat16(to_bfloat16(x)); }
 template <class To, class From> inline To convert(From x) {
   if constexpr (std::is_same_v<To, bool>) return x != From(0);
   else if constexpr (std::is_same_v<From, bool>) return x ? To(1) : To(0);  // a cast of bool does not vectorise
-  else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To> && sizeof(To) < 8) return To(int64_t(x));
+  else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To> && sizeof(To) < 8) return To(int32_t(x));
   else return static_cast<To>(x);
 }
 

@@ -1,0 +1,38 @@
+"""What the documents show is what the code does."""
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import stages  # noqa: E402  (tools/ is not a package)
+
+
+def test_architecture_shows_the_output_of_every_stage():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    shown = stages.stages(stages.example())
+    assert set(re.findall(r"<!-- stage: (\w+) -->", text)) == set(shown)
+    assert stages.fill(text, shown) == text, "run `python tools/stages.py --write`"
+
+
+def test_readme_snippets_run():
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 3
+    torch.manual_seed(0)
+    names: dict = {}
+    exec(compile("\n".join(blocks), "README.md", "exec"), names)
+    assert names["x"].shape == (100, 32, 512)
+    assert names["neuron"].core.w_mem.grad.abs().sum() > 0
+    assert names["neuron"].core.w_adapt.grad.abs().sum() > 0
+    assert names["v"].shape == (32, 512)
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

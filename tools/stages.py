@@ -1,0 +1,78 @@
+"""Print every stage of one core, from the captured ATen graph to the generated source: `python tools/stages.py`.
+
+`docs/architecture.md` shows this output; `python tools/stages.py --write` refreshes it, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from flexsn import render_cpp
+from flexsn.capture import Meta, Trace
+from flexsn.compile import Program, program_for
+from flexsn.reads import look
+from flexsn.signature import make_signature
+
+ROOT = Path(__file__).parent.parent
+
+
+def example():
+    """The core of examples/lif.py."""
+    spec = importlib.util.spec_from_file_location("lif", ROOT / "examples" / "lif.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.lif
+
+
+def aten_text(recorded: Trace) -> str:
+    """A recorded graph, a line per op, with the kind of every value and the user's line."""
+    lines = []
+    for node in recorded.graph.nodes:
+        if node.op == "call_function":
+            place, _, code = (node.meta.get("line") or "").partition(": ")
+            op = f"{node.name} = {node.target}({', '.join(map(str, node.args))})"
+            lines.append(f"{op:60} # {node.meta['kind']}, {Path(place).name}: {code}")
+    return "\n".join(lines)
+
+
+def stages(core) -> dict[str, str]:
+    """The printed form of every stage, by name."""
+    sig = make_signature(core, 1, 1, 0)
+    program: Program
+    program, _ = program_for("cpp", core, look(core), sig, [Meta((512,), torch.float32), None], torch.device("cpu"), {}, None)
+    vjp = program.differentiate(core, {})
+    forward = program.forward_plan((torch.float32,), True, False)
+    backward = program.backward_plan((torch.float32,), ("gx0",), ("gy0",))
+    return {
+        "signature": str(sig),
+        "capture": aten_text(program.forward_trace),
+        "graph": str(program.graph),
+        "vjp": str(vjp.graph),
+        "plan": f"{forward}\n{backward}",
+        "forward": render_cpp.render(forward),
+        "backward": render_cpp.render(backward),
+    }
+
+
+def fill(text: str, shown: dict[str, str]) -> str:
+    """The document with the block after each `<!-- stage: name -->` replaced by that stage's output."""
+
+    def block(match: re.Match) -> str:
+        return f"{match[1]}\n```{match[3]}\n{shown[match[2]].rstrip()}\n```"
+
+    return re.sub(r"(<!-- stage: (\w+) -->)\n```(\w*)\n(?:.*?\n)??```(?=\n)", block, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    output = stages(example())
+    if "--write" in sys.argv:
+        path = ROOT / "docs" / "architecture.md"
+        path.write_text(fill(path.read_text(), output))
+    else:
+        for name, text in output.items():
+            print(f"--- {name} ---\n{text}\n")
