@@ -53,7 +53,7 @@ _UNIFORM: dict[str, Callable[[tuple, dict], Any]] = {
     "aten::zeros": lambda a, k: 0, "aten::zeros_like": lambda a, k: 0, "aten::new_zeros": lambda a, k: 0,
     "aten::ones": lambda a, k: 1, "aten::ones_like": lambda a, k: 1, "aten::new_ones": lambda a, k: 1,
     "aten::full": lambda a, k: a[1], "aten::full_like": lambda a, k: a[1], "aten::new_full": lambda a, k: a[2],
-    "aten::scalar_tensor": lambda a, k: a[0], "aten::empty_like": lambda a, k: 0,
+    "aten::scalar_tensor": lambda a, k: a[0], "aten::empty_like": lambda a, k: 0, "aten::_efficientzerotensor": lambda a, k: 0,
 }  # fmt: skip
 
 # Linear in their non-static arguments: on the way from a sum over neurons to the gradient of a param only these may

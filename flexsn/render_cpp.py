@@ -22,10 +22,11 @@ from .opset import OPS
 from .plan import Array, Plan
 
 STORAGE = {
-    torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16", torch.bool: "bool",
+    torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16", torch.bool: "bool8",
     torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t", torch.int64: "int64_t", torch.uint8: "uint8_t",
 }  # fmt: skip
-COMPUTE = {**STORAGE, torch.float16: "float", torch.bfloat16: "float"}
+ROW = {**STORAGE, torch.float16: "float", torch.bfloat16: "float"}  # of rows that stay in a tile
+COMPUTE = {**ROW, torch.bool: "bool"}
 _ROUND = {torch.float16: "flexsn::round_half", torch.bfloat16: "flexsn::round_bfloat16"}
 _EXACT = {"where", "neg", "abs", "maximum", "minimum", "fmax", "fmin", "sign", "floor", "ceil", "trunc", "round"}
 
@@ -199,7 +200,7 @@ def _open(plan: Plan) -> list[str]:
     lines += [f"      spread({a.role}_seq, dims[{2 * i}], dims[{2 * i + 1}], begin, size, {a.role}_row);" for i, a in enumerate(params)]
     for a in plan.carried:
         if a.role[:2] == "gp":
-            lines.append(f"      std::memset({a.role}_row, 0, n * sizeof({COMPUTE[a.compute]}));")
+            lines.append(f"      std::memset({a.role}_row, 0, n * sizeof({ROW[a.compute]}));")
         else:
             lines.append(f"      first_row({a.role}_first, begin, size, {a.role}_row);")
     return lines
@@ -218,16 +219,16 @@ def _pointer(a: Array, read: bool) -> str:
 def _scratch_rows(plan: Plan) -> list[tuple[str, str, str]]:
     """Name, type and length of one thread's rows: buffers of sequences, spread params, carried rows, recomputed states."""
     rows = [(f"{a.role}_buffer", STORAGE[a.storage], "tile") for a in plan.arguments if a.kind == "sequence"]
-    rows += [(f"{a.role}_row", COMPUTE[a.compute], "tile") for a in plan.arguments if a.kind == "param"]
-    rows += [(f"{a.role}_row", COMPUTE[a.compute], "tile") for a in plan.carried]
+    rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.arguments if a.kind == "param"]
+    rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.carried]
     if plan.direction == "backward":
-        rows += [(f"v{a.role[1:]}_row", COMPUTE[a.compute], "K * tile") for a in plan.reads if a.kind == "checkpoint"]
+        rows += [(f"v{a.role[1:]}_row", ROW[a.compute], "K * tile") for a in plan.reads if a.kind == "checkpoint"]
     return rows
 
 
 def _scratch_bytes(plan: Plan) -> int:
     """Scratch bytes per neuron of a tile; sizes of C++ types are those of the dtypes, but 16-bit floats compute in 4."""
-    size = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "bool": 1, "uint8_t": 1}
+    size = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "bool8": 1, "uint8_t": 1}
     sizes = size | {f"int{8 * n}_t": n for n in (1, 2, 4, 8)}
     return sum(sizes[ctype] * (plan.chunk if count != "tile" else 1) for _, ctype, count in _scratch_rows(plan))
 
@@ -257,12 +258,18 @@ def _operand_rows(step: _Step, graph: Graph, plan: Plan, state: str) -> None:
             continue
         ctype = COMPUTE[node.dtype]
         sequence = role in arrays and arrays[role].kind == "sequence"
-        step.row(f"{role}_row", STORAGE[arrays[role].storage] if sequence else ctype, state.format(role) if role[0] == "v" else f"{role}_row")
-        step.top.append(f"const {ctype} {node.name} = " + (f"load<{ctype}>({role}_row[i]);" if sequence else f"{role}_row[i];"))
+        rtype = STORAGE[arrays[role].storage] if sequence else ROW[node.dtype]
+        step.row(f"{role}_row", rtype, state.format(role) if role[0] == "v" else f"{role}_row")
+        step.top.append(f"const {ctype} {node.name} = {_loaded(f'{role}_row[i]', rtype, ctype)};")
 
 
-def _value(node: Node) -> str:
-    return literal(node) if node.op == "const" else node.name
+def _loaded(element: str, stored: str, ctype: str) -> str:
+    return element if stored == ctype else f"load<{ctype}>({element})"
+
+
+def _stored(node: Node, stored: str) -> str:
+    value = literal(node) if node.op == "const" else node.name
+    return value if stored == COMPUTE[node.dtype] else f"store<{stored}>({value})"
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------------
@@ -271,20 +278,21 @@ def _forward(plan: Plan) -> list[str]:
     graph = plan.step
     _operand_rows(step, graph, plan, "")
     for a in plan.carried:
-        step.row(f"{a.role}_row", COMPUTE[a.compute], f"{a.role}_row", const=False)
+        step.row(f"{a.role}_row", ROW[a.compute], f"{a.role}_row", const=False)
         if a.role in graph.inputs:
-            step.top.append(f"const {COMPUTE[a.compute]} {graph.inputs[a.role].name} = {a.role}_row[i];")
-        step.bottom.append(f"{a.role}_row[i] = {_value(graph.outputs[a.role])};")
+            ctype = COMPUTE[a.compute]
+            step.top.append(f"const {ctype} {graph.inputs[a.role].name} = {_loaded(f'{a.role}_row[i]', ROW[a.compute], ctype)};")
+        step.bottom.append(f"{a.role}_row[i] = {_stored(graph.outputs[a.role], ROW[a.compute])};")
     for a in plan.writes:
         if a.kind == "sequence":
-            value = _value(graph.outputs[a.role if a.role[0] == "y" else f"v{a.role[1:]}"])
+            value = graph.outputs[a.role if a.role[0] == "y" else f"v{a.role[1:]}"]
             step.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
-            step.bottom.append(f"{a.role}_row[i] = store<{STORAGE[a.storage]}>({value});")
+            step.bottom.append(f"{a.role}_row[i] = {_stored(value, STORAGE[a.storage])};")
     before, after = _sequence_rows(plan, "        ")
     lines = [*step.text(graph), *_open(plan), "      for (int64_t t = 0; t < T; ++t) {"]
     for a in plan.writes:
         if a.kind == "checkpoint":
-            row, ctype = f"v{a.role[1:]}_row", COMPUTE[a.compute]
+            row, ctype = f"v{a.role[1:]}_row", ROW[a.compute]
             lines.append(f"        if (t % K == 0 && t > 0) std::memcpy({a.role}_seq + (t / K - 1) * N + begin, {row}, size * sizeof({ctype}));")
     return [*lines, *before, f"        {step.call()}", *after, "      }", *_close(plan)]
 
@@ -297,8 +305,8 @@ def _backward(plan: Plan) -> list[str]:
     ahead = _Step("advance", f"The states of {_safe(plan.core)} one step on, on a row of n neurons.")
     _operand_rows(ahead, advance, plan, "{}_row + (t - start) * tile")
     for role, node in advance.outputs.items():
-        ahead.row(f"{role}_next", COMPUTE[node.dtype], f"{role}_row + (t - start + 1) * tile", const=False)
-        ahead.bottom.append(f"{role}_next[i] = {_value(node)};")
+        ahead.row(f"{role}_next", ROW[node.dtype], f"{role}_row + (t - start + 1) * tile", const=False)
+        ahead.bottom.append(f"{role}_next[i] = {_stored(node, ROW[node.dtype])};")
     back = _vjp_step(plan)
     before, after = _sequence_rows(plan, "          ")
     soon = [f"          if (t > 0) prefetch({a.role}_seq + (t - 1) * N + begin, size);" for a in plan.reads if a.kind == "sequence" and a.role[0] == "g"]
@@ -308,7 +316,7 @@ def _backward(plan: Plan) -> list[str]:
         "        const int64_t end = start + K < T ? start + K : T;",
     ]
     for a in states:
-        role, ctype = f"v{a.role[1:]}", COMPUTE[a.compute]
+        role, ctype = f"v{a.role[1:]}", ROW[a.compute]
         lines += [
             f"        if (start > 0) std::memcpy({role}_row, {a.role}_seq + (start / K - 1) * N + begin, size * sizeof({ctype}));",
             f"        else first_row({role}_first, begin, size, {role}_row);",
@@ -330,7 +338,7 @@ def _vjp_step(plan: Plan) -> _Step:
         ctype = COMPUTE[a.compute]
         back.row(f"{a.role}_row", ctype, f"{a.role}_row", const=False)
         if a.role[:2] == "gp":
-            back.bottom.append(f"{a.role}_row[i] += {_value(vjp.outputs[a.role])};")
+            back.bottom.append(f"{a.role}_row[i] += {_stored(vjp.outputs[a.role], ctype)};")
             continue
         cotangent, own = f"{a.role}_row[i]", f"gs{a.role[2:]}"
         if own in sequences:
@@ -338,9 +346,9 @@ def _vjp_step(plan: Plan) -> _Step:
             cotangent += f" + load<{ctype}>({own}_row[i])"
         if a.role in vjp.inputs:
             back.top.append(f"const {ctype} {vjp.inputs[a.role].name} = {cotangent};")
-        back.bottom.append(f"{a.role}_row[i] = {_value(vjp.outputs[a.role])};")
+        back.bottom.append(f"{a.role}_row[i] = {_stored(vjp.outputs[a.role], ctype)};")
     for a in plan.writes:
         if a.kind == "sequence":
             back.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
-            back.bottom.append(f"{a.role}_row[i] = store<{STORAGE[a.storage]}>({_value(vjp.outputs[a.role])});")
+            back.bottom.append(f"{a.role}_row[i] = {_stored(vjp.outputs[a.role], STORAGE[a.storage])};")
     return back

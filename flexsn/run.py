@@ -174,6 +174,8 @@ def _narrow(full: Tensor, shape: tuple[int, ...], leading: int) -> Tensor:
 
 def _widen(grad: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
     """The adjoint of `_narrow`."""
+    if grad._is_zerotensor():  # a gradient without memory, as that of `sgn`
+        grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
     target = (*grad.shape[:leading], *step)
     if grad.shape == target:
         return grad.contiguous()

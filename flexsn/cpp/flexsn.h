@@ -11,6 +11,7 @@ namespace flexsn {
 // --- storage of 16-bit floats; arithmetic on them is done in float. Integer arithmetic only, so that loops vectorise ---
 enum class half : uint16_t {};
 enum class bfloat16 : uint16_t {};
+enum class bool8 : uint8_t {};  // a bool in memory: loops over C++ bools do not vectorise
 
 inline float bits_to_float(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
 inline uint32_t float_to_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
@@ -37,12 +38,13 @@ inline half to_half(float f) {  // round to nearest even
 template <class To, class From> inline To load(From x) {
   if constexpr (std::is_same_v<From, half>) return To(from_half(x));
   else if constexpr (std::is_same_v<From, bfloat16>) return To(from_bfloat16(x));
-  else if constexpr (std::is_same_v<From, bool> && !std::is_same_v<To, bool>) return x ? To(1) : To(0);
+  else if constexpr (std::is_same_v<From, bool8>) return uint8_t(x) != 0 ? To(1) : To(0);
   else return static_cast<To>(x);
 }
 template <class To, class From> inline To store(From x) {
   if constexpr (std::is_same_v<To, half>) return to_half(float(x));
   else if constexpr (std::is_same_v<To, bfloat16>) return to_bfloat16(float(x));
+  else if constexpr (std::is_same_v<To, bool8>) return bool8(uint8_t(x ? 1 : 0));
   else return static_cast<To>(x);
 }
 inline float round_half(float x) { return from_half(to_half(x)); }
