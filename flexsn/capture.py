@@ -62,7 +62,7 @@ _LINEAR: dict[str, int] = {
     "aten::sum": 1, "aten::view": 1, "aten::_unsafe_view": 1, "aten::reshape": 1, "aten::expand": 1, "aten::permute": 1,
     "aten::t": 1, "aten::transpose": 1, "aten::squeeze": 1, "aten::unsqueeze": 1, "aten::mm": 1, "aten::bmm": 1,
     "aten::mv": 1, "aten::dot": 1, "aten::mul": 1, "aten::div": 1, "aten::neg": 1, "aten::clone": 1, "aten::_to_copy": 1,
-    "aten::add": 2, "aten::sub": 2, "aten::where": 1, "aten::select": 1, "aten::slice": 1, "aten::select_backward": 1,
+    "aten::add": 2, "aten::sub": 2, "aten::where": 2, "aten::select": 1, "aten::slice": 1, "aten::select_backward": 1,
     "aten::slice_backward": 1, "aten::mean": 1, "aten::diagonal": 1, "aten::flip": 1, "aten::masked_fill": 1,
     "aten::cat": 9, "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
 }  # fmt: skip
@@ -108,7 +108,8 @@ class Trace:
         lines = []
         for node in self.graph.nodes:
             args = [node.args, sorted(node.kwargs.items())] if node.op == "call_function" else []
-            args = [node.meta["uniform"]] if "uniform" in node.meta else args
+            if "uniform" in node.meta and all(user.meta.get("kind") == "step" for user in node.users):
+                args = [node.meta["uniform"]]  # a number in the kernel, whatever its shape
             lines.append(f"{node.name} {node.meta.get('kind')} {node.target} {args} {getattr(node.meta.get('val'), 'dtype', '')}")
         lines += [f"{name} {tensor.tolist()}" for name, tensor in self.constants.items()]
         return "\n".join(lines) + f"\n{self.returns} {self.grads} {self.cotangents}"
@@ -252,10 +253,10 @@ class _Recorder(TorchDispatchMode):
         self.constants[name] = tensor
         return node
 
-    def uniform(self, val: Tensor, value: Any) -> fx.Node:
+    def uniform(self, val: Tensor, value: Any, kind: str = "static") -> fx.Node:
+        """A tensor of one value: a number in the kernel. `step` if its shape is that of a step tensor."""
         kwargs = {"dtype": val.dtype, "device": val.device}
         node = self.graph.create_node("call_function", aten.full.default, (list(val.shape), value), kwargs)
-        kind = "static" if val.dim() == 0 else "step"
         node.meta.update(kind=kind, val=val, uniform=value, line=self.line())
         return node
 
@@ -338,7 +339,10 @@ class _Recorder(TorchDispatchMode):
             val = self.evaluate(func, args, kwargs)
             value = _UNIFORM[name](args, kwargs)
             if isinstance(value, (int, float, bool)):
-                return self.track(val, self.uniform(val, value))
+                return self.track(val, self.uniform(val, value, "step" if "step" in kinds else "static"))
+        if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:  # what factory functions end with
+            val = self.evaluate(func, args, kwargs)
+            return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"]))
         if not kinds or kinds == {"static"}:
             return self.add(func, args, kwargs, "static", nodes)
         if "reduced" in kinds:
@@ -361,20 +365,28 @@ class _Recorder(TorchDispatchMode):
         """A sum over neurons in the backward of a param, or a linear function of one."""
         name, limit = func._schema.name, _LINEAR.get(func._schema.name, 0)
         moving = [n for n in nodes if n.meta["kind"] != "static"]
-        mixed = len({n.meta["kind"] for n in moving}) > 1
-        if not limit and not mixed:
+        if not limit:
             decomposed = self.decompose(func, args, kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
-        affine = name in ("aten::add", "aten::sub", "aten::cat") and len(moving) < len(nodes)
-        denominator = name == "aten::div" and nodes[0] not in moving
         condition = name in ("aten::where", "aten::masked_fill") and nodes[name == "aten::masked_fill"] in moving
-        if mixed or len(moving) > limit or affine or denominator or condition:
+        denominator = name == "aten::div" and nodes[0] not in moving
+        addends = {"aten::add": args[:2], "aten::sub": args[:2], "aten::cat": (args[:1] or ((),))[0], "aten::where": args[1:3],
+                   "aten::masked_fill": args[2:3]}.get(name, ())  # fmt: skip
+        affine = any(not self.moves_or_vanishes(a) for a in addends)
+        if len(moving) > limit or affine or denominator or condition:
             raise ParamGradientError(
                 f"the gradient of a param applies `{_name(self.user_op or func)}` to the summed cotangent, which is not linear",
                 core=self.sig.core, line=self.line(),
             )  # fmt: skip
         return self.add(func, args, kwargs, "reduced", nodes)
+
+    def moves_or_vanishes(self, addend: Any) -> bool:
+        """Whether an addend is itself summed over time, or zero; any other constant would be added T times too few."""
+        if not isinstance(addend, Tensor):
+            return addend == 0
+        node = self.node_of(addend)
+        return node.meta["kind"] != "static" or node.meta.get("uniform") == 0
 
     def decompose(self, func, args, kwargs):
         rule = lower.decomposition(func)

@@ -72,6 +72,7 @@ class Program:
         sig = self.sig
         inputs = [m for m in metas[: sig.num_inputs] if m is not None]
         zero = Meta(step_shape(sig, [m.shape for m in inputs]), inputs[0].dtype)
+        step_shape(sig, [m.shape if m else () for m in metas[: sig.num_inputs + sig.num_states]])
         current = [m or zero for m in metas]
         for _ in range(4):
             recorded = record(metas=current, vjp=False, num_outputs=num_outputs)
@@ -154,7 +155,7 @@ class Program:
         assert self.vjp is not None, "differentiate() comes first"
         vjp = self.vjp.graph
         storage |= {r: n.dtype for r, n in vjp.inputs.items() if r[0] == "p"}
-        return plan.plan_backward(self.graph, vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
+        return plan.plan_backward(vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
 
     def kernel(self, direction: str, *flags) -> launch_cpp.Kernel:
         """The loaded kernel for `forward_plan(*flags)` or `backward_plan(*flags)`."""
@@ -176,11 +177,12 @@ class Program:
         fits = all(n in (1, step[d + offset]) for d, n in enumerate(common))
         if not fits or any((a == 1) != (b == 1) for a, b in zip(step, self.step, strict=True)):
             return None
-        states = tuple(_rescale(m.shape, self.step, step) for m in self.state_metas)
-        return Shapes(step, states, tuple(_rescale(m.shape, self.step, step) for m in self.output_metas))
+        states = tuple(rescale(m.shape, self.step, step) for m in self.state_metas)
+        return Shapes(step, states, tuple(rescale(m.shape, self.step, step) for m in self.output_metas))
 
 
-def _rescale(shape: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+def rescale(shape: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape`, which broadcasts to step shape `old`, for step shape `new`."""
     offset = len(old) - len(shape)
     return tuple(1 if n == 1 else new[d + offset] for d, n in enumerate(shape))
 
@@ -190,7 +192,7 @@ def _computed(dtype: torch.dtype) -> torch.dtype:
 
 
 class Vjp:
-    """The VJP of a program: its step graph, and prologue and epilogue around it."""
+    """The VJP of a program (with the new states: one graph, one set of params), its prologue and its epilogue."""
 
     def __init__(self, program: Program, recorded: Trace):
         sig, outs = program.sig, program.num_outputs
@@ -217,6 +219,7 @@ class Vjp:
         frontier = _frontier(self.static_grads)
         self.frontier = {f"gp{k}": n for k, n in enumerate(frontier)}
         outputs |= self.frontier
+        outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[outs:])}
         self.graph, self._params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"))
         self.prologue = _static_module(recorded, list(self._params.values()), {})
         self._epilogues: dict[tuple[bool, ...], tuple[StaticModule, tuple[str, ...]]] = {}

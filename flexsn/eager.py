@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .errors import StateMismatchError
+from .errors import OperandMutationError, StateMismatchError
 from .graph import HALF
 from .run import upcast
 from .signature import Signature, check_returns, step_shape
@@ -15,7 +15,7 @@ from .signature import Signature, check_returns, step_shape
 
 def eager_loop(
     core: Callable, sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor],
-    num_outputs: int | None = None,
+    num_outputs: int | None = None, sequences: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Run `core` over T steps.
 
@@ -23,15 +23,16 @@ def eager_loop(
     operands as they are.
 
     Returns:
-        Outputs `[T, *shape]`, final states, state sequences `[T, *shape]`.
+        Outputs `[T, *shape]`, final states, and, if asked for, state sequences `[T, *shape]`.
     """
     half = any(t is not None and t.dtype in HALF for t in (*inputs, *states, *params))
     dtypes = _result_dtypes(core, sig, inputs, states, params) if half else None
     params = [upcast(p) for p in params]
     T = inputs[0].shape[0]
+    watched = [(n, t, t._version) for n, t in zip(sig.names, (*inputs, *states), strict=False) if t is not None and not t.is_inference()]
     slices = zip(*(upcast(x).unbind(0) for x in inputs), strict=True) if T else [[upcast(x).new_zeros(x.shape[1:]) for x in inputs]]
     current: list[Tensor] | None = None
-    outputs, sequence = [], []
+    outputs, trail = [], []
     for step in slices:
         if current is None:
             returned, current = _first_step(core, sig, step, [None if v is None else upcast(v) for v in states], params, num_outputs)
@@ -39,24 +40,27 @@ def eager_loop(
             returned = check_returns(sig, core(*step, *current, *params), num_outputs)
         before, current = current, list(returned[len(returned) - sig.num_states :])
         _check_states(sig, before, current)
+        _check_unwritten(sig, watched)
         outputs.append(returned[: len(returned) - sig.num_states])
-        sequence.append(current)
+        if sequences:
+            trail.append(current)
         if T == 0:
             current = before
     assert current is not None
     stacked = [torch.stack(y)[:T] for y in zip(*outputs, strict=True)]
-    stacked_states = [torch.stack(v)[:T] for v in zip(*sequence, strict=True)]
+    stacked_states = [torch.stack(v)[:T] for v in zip(*trail, strict=True)]
     if dtypes is not None:
         outs = len(stacked)
         stacked = [y.to(d) for y, d in zip(stacked, dtypes, strict=False)]
         current = [v.to(d) for v, d in zip(current, dtypes[outs:], strict=True)]
-        stacked_states = [v.to(d) for v, d in zip(stacked_states, dtypes[outs:], strict=True)]
+        stacked_states = [v.to(d) for v, d in zip(stacked_states, dtypes[outs:], strict=False)]
     return stacked, current, stacked_states
 
 
 def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """Run step 0; default states take the shape and dtype that the core returns, given ones broadcast to it."""
     shape = step_shape(sig, [x.shape for x in step])
+    step_shape(sig, [t.shape if t is not None else () for t in (*step, *states)])
     current = [v if v is not None else torch.zeros(shape, dtype=step[0].dtype, device=step[0].device) for v in states]
     for _ in range(4):
         returned = check_returns(sig, core(*step, *current, *params), num_outputs)
@@ -85,6 +89,12 @@ def _check_states(sig: Signature, before: Sequence[Tensor], after: Sequence[Tens
                 f"state `{name}` goes in as {_meta(a)} and comes back as {_meta(b)}", core=sig.core,
                 hint="A state keeps its shape and dtype from step to step; start it as what the core returns, or convert inside the core.",
             )  # fmt: skip
+
+
+def _check_unwritten(sig: Signature, watched: Sequence[tuple[str, Tensor, int]]) -> None:
+    for name, tensor, version in watched:
+        if tensor._version != version:
+            raise OperandMutationError(f"writes into operand `{name}` in place", core=sig.core, hint="Write `v = v + x`, not `v += x`.")
 
 
 def _meta(tensor: Tensor) -> str:

@@ -259,21 +259,19 @@ def _addcdiv(low: Lowering, node: fx.Node) -> Node:
     return low.op("add", base, low.op("div", a if value == 1 else low.op("mul", low.const(value, a), a), b))
 
 
-@_rule("clamp.default", "clamp.Tensor", "hardtanh.default")
+@_rule("clamp.default", "clamp.Tensor", "clamp_min.default", "clamp_max.default", "hardtanh.default", "relu.default")
 def _clamp(low: Lowering, node: fx.Node) -> Node:
-    bounds = list(node.args[1:]) + [node.kwargs.get(k) for k in ("min", "max")][len(node.args) - 1 :]
-    if node.target is aten.hardtanh.default:
-        bounds = [-1 if bounds[0] is None else bounds[0], 1 if bounds[1] is None else bounds[1]]
-    x = low.cast(node.args[0], _dtype(node))
+    """Where x equals a bound up to the sign of zero, eager gives x beside a number, and the bound if it is a tensor."""
+    given = {a.name: v for a, v in zip(node.target._schema.arguments, node.args, strict=False)} | node.kwargs
+    low_default, high_default = {aten.relu.default: (0, None), aten.hardtanh.default: (-1, 1)}.get(node.target, (None, None))
+    bounds = given.get("min", given.get("min_val", low_default)), given.get("max", given.get("max_val", high_default))
+    dtype = _dtype(node)
+    x = low.cast(node.args[0], dtype)
     for op, bound in zip(("maximum", "minimum"), bounds, strict=True):
-        x = x if bound is None else low.op(op, x, low.cast(bound, _dtype(node)))
+        if bound is not None:
+            value = low.cast(bound, dtype)
+            x = low.op(op, x, value) if isinstance(bound, fx.Node) else low.op(op, value, x)
     return x
-
-
-@_rule("relu.default")
-def _relu(low: Lowering, node: fx.Node) -> Node:
-    x = low.cast(node.args[0], _dtype(node))
-    return low.op("maximum", x, low.const(0, x))
 
 
 @_rule("where.self", "where.ScalarSelf", "where.ScalarOther", "where.Scalar")
@@ -402,11 +400,11 @@ def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wide(*args, **kwargs):
-        narrow = [a.dtype for a in args if isinstance(a, Tensor) and a.dtype in HALF]
-        if not narrow:
+        dtypes = {a.dtype for a in args if isinstance(a, Tensor)}
+        if len(dtypes) > 1 or not dtypes <= set(HALF):
             return fn(*args, **kwargs)
-        done = fn(*[a.float() if isinstance(a, Tensor) and a.dtype in HALF else a for a in args], **kwargs)
-        return tuple(d.to(narrow[0]) for d in done) if isinstance(done, tuple) else done.to(narrow[0])
+        done = fn(*[a.float() if isinstance(a, Tensor) else a for a in args], **kwargs)
+        return tuple(d.to(*dtypes) for d in done) if isinstance(done, tuple) else done.to(*dtypes)
 
     return wide
 
@@ -429,8 +427,15 @@ def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
 @_own("logaddexp2.default")
 def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
     larger = torch.maximum(x, y)
-    spread = torch.log1p(torch.exp2(-torch.abs(x - y))) * (1 / math.log(2))
-    return torch.where((x == y) & torch.isinf(x), x, larger + spread)
+    spread = torch.log1p(torch.exp2(-torch.abs(x - y)))
+    return torch.where((x == y) & torch.isinf(x), x, torch.add(larger, spread, alpha=1 / math.log(2)))
+
+
+@_own("logit.default")
+def _logit(x: Tensor, eps: float | None = None) -> Tensor:
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    z = x if eps is None else torch.clamp(x, eps, 1 - eps)
+    return torch.log(z / (1 - z))
 
 
 @_own("round.decimals")
@@ -441,17 +446,42 @@ def _round(x: Tensor, *, decimals: int) -> Tensor:
     return torch.round(x * scale) / scale if decimals > 0 else torch.round(x / scale) * scale
 
 
-@_own("hardshrink.default", "hardshrink_backward.default", "softshrink_backward.default")
-def _hardshrink(value: Tensor, x: Tensor | float = 0.5, lambd: float | None = None) -> Tensor:
-    """`value`: what passes outside of the dead zone, x or the gradient."""
-    if lambd is None:
-        x, lambd = value, x
-    return torch.where((x >= -lambd) & (x <= lambd), 0.0, value)
+@_own("hardshrink.default")
+def _hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, x)
+
+
+@_own("hardshrink_backward.default", "softshrink_backward.default")
+def _shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
+    return torch.where((x < -lambd) | (x > lambd), grad, 0.0)
 
 
 @_own("softshrink.default")
 def _softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
-    return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0))
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, torch.where(x > 0, x - lambd, x + lambd))
+
+
+@_own("hardtanh_backward.default")
+def _hardtanh_backward(grad: Tensor, x: Tensor, min_val: float, max_val: float) -> Tensor:
+    return torch.where((x > min_val) & (x < max_val), grad, 0.0)
+
+
+@_own("hardswish_backward.default")
+def _hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x <= -3, 0.0, torch.where(x >= 3, grad, grad * (x / 3 + 0.5)))
+
+
+@_own("elu_backward.default")
+def _elu_backward(grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor) -> Tensor:
+    """`x`: the input, or the output if `is_result`."""
+    below = alpha * scale
+    curve = x + below if is_result else below * torch.exp(x * input_scale)
+    return torch.where(x > 0, grad * scale, grad * input_scale * curve)
+
+
+@_own("sigmoid_backward.default")
+def _sigmoid_backward(grad: Tensor, y: Tensor) -> Tensor:
+    return grad * (1 - y) * y
 
 
 @_own("tanh_backward.default")

@@ -29,7 +29,7 @@ class Op:
         aten: overloads of ATen that are this op, after type promotion.
         promote: how ATen promotes the arguments: `default`, or `float` (integers become the default float).
         cpp: C++ expression.
-        use: line that the C++ source needs at its top.
+        use: lines that the C++ source needs at its top.
     """
 
     name: str
@@ -67,8 +67,8 @@ _op("abs", 1, torch.abs, aten="abs.default")
 _op("sign", 1, torch.sign, aten=("sign.default", "sgn.default"))
 _op("fma", 3, lambda a, b, c: torch.addcmul(c, a, b))
 _op("sqrt", 1, torch.sqrt, aten="sqrt.default", promote="float")
-_op("maximum", 2, torch.maximum, aten=("maximum.default", "clamp_min.default", "clamp_min.Tensor"))
-_op("minimum", 2, torch.minimum, aten=("minimum.default", "clamp_max.default", "clamp_max.Tensor"))
+_op("maximum", 2, torch.maximum, aten=("maximum.default", "clamp_min.Tensor"))
+_op("minimum", 2, torch.minimum, aten=("minimum.default", "clamp_max.Tensor"))
 _op("fmax", 2, torch.fmax, aten="fmax.default")
 _op("fmin", 2, torch.fmin, aten="fmin.default")
 _op("floor", 1, torch.floor, aten="floor.default")
@@ -104,9 +104,9 @@ _op("or", 2, torch.bitwise_or, "{0} | {1}", aten=("bitwise_or.Tensor", "bitwise_
 _op("xor", 2, torch.bitwise_xor, "{0} ^ {1}", aten=("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"))
 _op("not", 1, torch.logical_not, "!{0}")
 _op("invert", 1, torch.bitwise_not, "~{0}")
-_SHIFTS = ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
-_op("shift_left", 2, torch.bitwise_left_shift, aten=[f"bitwise_left_shift.{s}" for s in _SHIFTS])
-_op("shift_right", 2, torch.bitwise_right_shift, aten=[f"bitwise_right_shift.{s}" for s in _SHIFTS])
+_SHIFTS = ("bitwise_{}_shift.Tensor", "bitwise_{}_shift.Tensor_Scalar", "bitwise_{}_shift.Scalar_Tensor", "__{}shift__.Tensor", "__{}shift__.Scalar")
+_op("shift_left", 2, torch.bitwise_left_shift, aten=[s.format("left" if "bit" in s else "l") for s in _SHIFTS])
+_op("shift_right", 2, torch.bitwise_right_shift, aten=[s.format("right" if "bit" in s else "r") for s in _SHIFTS])
 
 # --- transcendental: within 1 ulp of the correctly rounded value unless noted ------------------------------------------
 _math("exp", torch.exp, "exp.default")
@@ -125,8 +125,9 @@ _math("atan", torch.atan, "atan.default")
 _math("sinh", torch.sinh, "sinh.default")
 _math("cosh", torch.cosh, "cosh.default")
 _math("tanh", torch.tanh, "tanh.default")
-_math("asinh", torch.asinh, "asinh.default")
-_math("acosh", torch.acosh, "acosh.default")
+for _name, _eager in (("asinh", torch.asinh), ("acosh", torch.acosh)):
+    _call = f"flexsn::far_as_log({{0}}, flexsn::{_name}({{0}}), flexsn::log(flexsn::abs({{0}})))"
+    _op(_name, 1, _eager, _call, aten=f"{_name}.default", promote="float", use=f"FLEXSN_MATH1({_name}, u10)\nFLEXSN_MATH1(log, u10)")
 _math("atanh", torch.atanh, "atanh.default")
 _math("erf", torch.erf, "erf.default")
 _math("erfc", torch.erfc, "erfc.default", "u15")

@@ -121,21 +121,21 @@ def plan_forward(
 
 
 def plan_backward(
-    step: Graph, vjp: Graph, storage: dict[str, torch.dtype], *, chunk: int, wanted: Sequence[str], cotangents: Sequence[str]
+    joint: Graph, storage: dict[str, torch.dtype], *, chunk: int, wanted: Sequence[str], cotangents: Sequence[str]
 ) -> Plan:
     """Plan the walk back over T.
 
     Args:
-        step: the core's graph.
-        vjp: its VJP, `x* v* p* gy* gv* -> gx* gv* gp*`.
+        joint: the VJP and the new states, `x* v* p* gy* gv* -> gx* gv* gp* v*`.
         wanted: gradients to store: `gx*` (per step), `gv*` (initial states), `gp*` (summed over T).
         cotangents: which exist: `gy*` per output, `gs*` per state sequence. Those of final states may be null at run time.
     """
-    absent = [r for r in vjp.inputs if r[:2] == "gy" and r not in cotangents]
-    carries = [r for r in vjp.outputs if r[:2] == "gv"]
-    vjp = vjp.without(absent).select([r for r in vjp.outputs if r in wanted or r in carries])
-    needed = _needed_states(step, vjp)
-    advance = step.select(needed)
+    absent = [r for r in joint.inputs if r[:2] == "gy" and r not in cotangents]
+    joint = joint.without(absent)
+    carries = [r for r in joint.outputs if r[:2] == "gv"]
+    vjp = joint.select([r for r in joint.outputs if r in wanted or r in carries])
+    needed = _needed_states(joint, vjp)
+    advance = joint.select(needed)
     reads: list[Array] = []
     for role in dict.fromkeys([*vjp.inputs, *advance.inputs]):
         node = vjp.inputs.get(role) or advance.inputs[role]
@@ -144,7 +144,7 @@ def plan_backward(
         elif role[:2] == "gy":
             reads.append(Array(role, "sequence", storage[role[1:]], node.dtype))
     for role in needed:
-        dtype = step.outputs[role].dtype
+        dtype = joint.outputs[role].dtype
         reads.append(Array(role, "row", storage[role], dtype))
         reads.append(Array(f"c{role[1:]}", "checkpoint", dtype, dtype))
     carried = []
@@ -161,14 +161,14 @@ def plan_backward(
         writes.append(Array(role, kind, dtype if role[:2] == "gp" else storage[role[1:]], dtype))
         if role[:2] == "gp":
             carried.append(Array(role, "row", dtype, dtype))
-    return Plan(step.core, "backward", vjp, advance, tuple(reads), tuple(writes), tuple(carried), chunk)
+    return Plan(joint.core, "backward", vjp, advance, tuple(reads), tuple(writes), tuple(carried), chunk)
 
 
-def _needed_states(step: Graph, vjp: Graph) -> list[str]:
+def _needed_states(joint: Graph, vjp: Graph) -> list[str]:
     """States that the VJP reads, and those that these are computed from."""
     needed = {r for r in vjp.inputs if r[0] == "v"}
     while True:
-        more = needed | {r for r in step.select(sorted(needed)).inputs if r[0] == "v"}
+        more = needed | {r for r in joint.select(sorted(needed)).inputs if r[0] == "v"}
         if more == needed:
-            return [r for r in step.outputs if r in needed]
+            return [r for r in joint.outputs if r in needed]
         needed = more

@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _MISSING = object()
 _MAX_DEPTH = 8
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One place that holds a value: a closure cell, a key of a namespace or container, or (weakly) the core itself."""
+    """One place that holds a value: a closure cell, a key of a namespace or container, an attribute of a class or
+    function, or (weakly) the core itself."""
 
     path: str
     holder: Any
@@ -44,6 +46,10 @@ class Slot:
             return self.holder()
         if isinstance(self.holder, dict):
             return self.holder.get(self.key, _MISSING)
+        if isinstance(self.holder, type):
+            return vars(self.holder).get(self.key, _MISSING)
+        if isinstance(self.holder, types.FunctionType):
+            return getattr(self.holder, self.key)
         return self.holder[self.key] if self.key < len(self.holder) else _MISSING
 
     def set(self, value: Any) -> None:
@@ -60,12 +66,13 @@ class Reads:
     objects: dict[str, Slot] = field(default_factory=dict)  # captured tensors and modules, outermost ones
     fingerprint: tuple = ()  # code and constants; equal fingerprints trace to equal graphs
     watched: list[tuple[Slot, Any]] = field(default_factory=list)
+    sizes: list[tuple[Any, int]] = field(default_factory=list)  # of containers and namespaces, which may grow
     keepalive: list[Any] = field(default_factory=list)  # what the fingerprint names by id()
     signatures: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by counts of operands, made by `scan`
 
     def current(self) -> bool:
         """Whether every place still holds the object that it held at the look."""
-        return all(slot.get() is seen for slot, seen in self.watched)
+        return all(slot.get() is seen for slot, seen in self.watched) and all(len(c) == n for c, n in self.sizes)
 
     def tensors(self, replaced: dict[str, Any] | None = None) -> dict[str, Tensor]:
         """Captured tensors by path, read afresh; `replaced` gives other objects for some outermost paths."""
@@ -148,16 +155,18 @@ class _Walker:
             self.items(path, value, depth)
         elif isinstance(value, type):
             self.cls(path, value, depth)
-        elif isinstance(value, types.ModuleType) or _is_library(type(value).__module__):
-            self.constants.append((path, type(value).__qualname__, getattr(value, "__name__", "")))
-            if not isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
-                self.opaque(path, value)
-        elif hasattr(value, "__dict__"):
+        elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+            self.constants.append((path, type(value).__qualname__, value.__name__))
+        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _OPAQUE:
             self.visit(f"{path}.type", type(value), None, depth + 1)
-            for name in list(vars(value)):
-                self.slot(f"{path}.{name}", vars(value), name, depth + 1)
+            self.names(path, vars(value), list(vars(value)), depth)
         else:
             self.opaque(path, value)
+
+    def names(self, path: str, namespace: Any, names: Sequence[str], depth: int) -> None:
+        self.reads.sizes.append((namespace, len(namespace)))
+        for name in names:
+            self.slot(f"{path}.{name}", namespace, name, depth + 1)
 
     def opaque(self, path: str, value: Any) -> None:
         """Something that cannot be looked into: the same object counts as the same value."""
@@ -166,9 +175,7 @@ class _Walker:
 
     def items(self, path: str, values: Any, depth: int) -> None:
         self.constants.append((path, type(values).__name__, len(values)))
-        keys = list(values) if isinstance(values, dict) else range(len(values))
-        for key in keys:
-            self.slot(f"{path}.{key}", values, key, depth + 1)
+        self.names(path, values, list(values) if isinstance(values, dict) else range(len(values)), depth)
 
     def module(self, path: str, module: nn.Module, depth: int) -> None:
         if not _is_library(type(module).__module__):
@@ -176,9 +183,9 @@ class _Walker:
         else:
             self.constants.append((path, type(module).__qualname__))
         self.slot(f"{path}.training", vars(module), "training", depth + 1)
-        for name in list(vars(module)):
-            if name not in _MODULE_INTERNALS:
-                self.slot(f"{path}.{name}", vars(module), name, depth + 1)
+        self.names(path, vars(module), [n for n in vars(module) if n not in _MODULE_INTERNALS], depth)
+        for table in (module._parameters, module._buffers, module._modules):
+            self.reads.sizes.append((table, len(table)))
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 self.constants.append((f"{path}.{name}", tensor is None))
@@ -197,13 +204,17 @@ class _Walker:
         for base in cls.__mro__:
             if _is_library(base.__module__):
                 continue
-            for name, member in list(vars(base).items()):
-                member = getattr(member, "__func__", member)
+            self.reads.sizes.append((vars(base), len(vars(base))))
+            for name, raw in list(vars(base).items()):
+                member = getattr(raw, "__func__", raw)
                 if isinstance(member, types.FunctionType) or (isinstance(member, _SCALARS) and not name.startswith("__")):
+                    self.reads.watched.append((Slot(f"{path}.{name}", base, name), raw))
                     self.visit(f"{path}.{name}", member, None, depth + 1)
 
     def function(self, path: str, fn: types.FunctionType, depth: int) -> None:
         self.constants.append((path, "code", fn.__code__))
+        for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
+            self.reads.watched.append((Slot(path, fn, attribute), getattr(fn, attribute)))
         if _is_library(fn.__module__ or ""):
             return
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):

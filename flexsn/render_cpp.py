@@ -39,7 +39,8 @@ def render(plan: Plan) -> str:
 
 def _header(plan: Plan) -> list[str]:
     graphs = [g for g in (plan.step, plan.advance) if g is not None]
-    uses = sorted({use for g in graphs for n in g.nodes if (use := OPS[n.op].use)}, key=lambda u: (u[0] != "#", u))
+    uses = {line for g in graphs for n in g.nodes for line in (OPS[n.op].use or "").splitlines()}
+    uses = sorted(uses, key=lambda u: (u[0] != "#", u))
     includes = [u for u in uses if u[0] == "#"]
     macros = [u for u in uses if u[0] != "#"]
     listed = {t: ", ".join(_label(plan, a) for a in arrays if a.kind in ("sequence", "checkpoint")) or "nothing"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .compile import Program, Shapes
+from .compile import Program, Shapes, rescale
 from .graph import HALF
 from .plan import Plan
 
@@ -103,7 +103,8 @@ def backward(
         for role, grad in written.items():
             grad.copy_(arrays[role]) if role in cotangents else grad.zero_()
     kernel([arrays.get(a.role) for a in kernel.plan.reads] + [written[a.role] for a in kernel.plan.writes], dims, T, shapes.numel)
-    found = iter(epilogue(statics, [written[r] for r in sums]))
+    shapes_of_sums = [rescale(tuple(vjp.frontier[r].meta["val"].shape), program.step, shapes.step) for r in sums]
+    found = iter(epilogue(statics, [unbroadcast(written[r], s, 0) for r, s in zip(sums, shapes_of_sums, strict=True)]))
     static_grads = [next(found) if w and g is not None else None for g, w in zip(vjp.static_grads, wanted_statics, strict=True)]
     return {r: written[r] for r in wanted}, static_grads
 

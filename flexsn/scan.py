@@ -84,8 +84,8 @@ def run_core(
                 raise
             _warn_once(error)
     with reading.bound(seen, replaced):
-        outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs)
-    return finals, state_seqs if sequences else [], outputs
+        outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
+    return finals, state_seqs, outputs
 
 
 _warned: set[str] = set()

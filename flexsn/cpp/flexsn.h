@@ -36,13 +36,15 @@ inline half to_half(float f) {  // round to nearest even
   return half(uint16_t((a >= 0x47800000u ? special : a < 0x38800000u ? denormal : normal) | sign));
 }
 template <class To, class From> inline To load(From x) {
-  if constexpr (std::is_same_v<From, half>) return To(from_half(x));
+  if constexpr (std::is_same_v<From, To>) return x;
+  else if constexpr (std::is_same_v<From, half>) return To(from_half(x));
   else if constexpr (std::is_same_v<From, bfloat16>) return To(from_bfloat16(x));
   else if constexpr (std::is_same_v<From, bool8>) return uint8_t(x) != 0 ? To(1) : To(0);
   else return static_cast<To>(x);
 }
 template <class To, class From> inline To store(From x) {
-  if constexpr (std::is_same_v<To, half>) return to_half(float(x));
+  if constexpr (std::is_same_v<From, To>) return x;
+  else if constexpr (std::is_same_v<To, half>) return to_half(float(x));
   else if constexpr (std::is_same_v<To, bfloat16>) return to_bfloat16(float(x));
   else if constexpr (std::is_same_v<To, bool8>) return bool8(uint8_t(x ? 1 : 0));
   else return static_cast<To>(x);
@@ -87,8 +89,8 @@ template <class T> inline bool signbit(T x) {
 template <class T> inline T sign(T x) { return T((T(0) < x) - (x < T(0))); }
 template <class T> inline T maximum(T a, T b) { return a != a ? a : (a > b ? a : b); }
 template <class T> inline T minimum(T a, T b) { return a != a ? a : (a < b ? a : b); }
-template <class T> inline T fmax(T a, T b) { return b != b ? a : (a > b ? a : (a == a ? b : b)); }
-template <class T> inline T fmin(T a, T b) { return b != b ? a : (a < b ? a : b); }
+template <class T> inline T fmax(T a, T b) { return a < b || a != a ? b : a; }
+template <class T> inline T fmin(T a, T b) { return a > b || a != a ? b : a; }
 
 // Integer division: rounding as Python's or C's. A zero divisor gives 0 (eager raises), never a trap.
 template <class T> inline T trunc_div(T a, T b) {
@@ -119,12 +121,19 @@ template <class T> inline T shift_right(T a, T b) {
 // Float division with rounding, from fmod: exact where a/b would not be (as ATen's).
 template <class T> inline T remainder_from(T mod, T b) { return mod != T(0) && ((b < T(0)) != (mod < T(0))) ? mod + b : mod; }
 template <class T> inline T floor_div_from(T mod, T a, T b) {
+  const T quotient = a / b;
   T div = (a - mod) / b;
   div = mod != T(0) && ((b < T(0)) != (mod < T(0))) ? div - T(1) : div;
   const T fl = floor(div);
   const T rounded = div - fl > T(0.5) ? fl + T(1) : fl;
-  const T result = div != T(0) ? rounded : copysign(T(0), a / b);
-  return b == T(0) ? a / b : result;
+  const T result = div != T(0) ? rounded : copysign(T(0), quotient);
+  const bool overflows = a - a == T(0) && quotient - quotient != T(0);  // Sleef's fmod gives NaN then
+  return b == T(0) || overflows ? quotient : result;
+}
+
+// Sleef's asinh and acosh overflow where x * x does; long before, they are log(2 |x|).
+template <class T> inline T far_as_log(T x, T near, T log_abs) {
+  return abs(x) > T(1e9) && near == near ? copysign(log_abs + T(0.693147180559945309417232121458), x) : near;
 }
 template <class T> inline T nextafter(T a, T b) { return std::nextafter(a, b); }
 template <class T> inline T mantissa(T x) { int e; return std::frexp(x, &e); }
@@ -135,6 +144,7 @@ template <class T> inline int32_t exponent(T x) { int e = 0; std::frexp(x, &e); 
 // --- vector maths: Sleef, as libtorch_cpu carries it ------------------------------------------------------------------
 // FLEXSN_MATH1(exp, u10) makes flexsn::exp(float) and (double). In a vectorised loop the compiler calls the
 // 512- or 256-bit form; in scalar code the same vector form runs on one lane, so that bits never depend on the place.
+// (`x - f8_{}` spreads x over the lanes; `x + f8_{}` would turn -0 into 0.)
 #if defined(__x86_64__) && defined(__AVX2__) && defined(FLEXSN_SLEEF)
 typedef float f16_ __attribute__((vector_size(64)));
 typedef float f8_ __attribute__((vector_size(32)));
@@ -151,22 +161,22 @@ typedef double d2_ __attribute__((vector_size(16)));
   extern "C" d8_ Sleef_##fn##d8_##acc(d8_);                                                                           \
   extern "C" FLEXSN_USED f16_ _ZGVeN16v_flexsn_##fn##f(f16_ x) { return Sleef_##fn##f16_##acc(x); }                   \
   extern "C" FLEXSN_USED d8_ _ZGVeN8v_flexsn_##fn(d8_ x) { return Sleef_##fn##d8_##acc(x); }                          \
-  static float lane_##fn(float x) { return Sleef_##fn##f16_##acc(f16_{} + x)[0]; }                                    \
-  static double lane_##fn(double x) { return Sleef_##fn##d8_##acc(d8_{} + x)[0]; }
+  static float lane_##fn(float x) { return Sleef_##fn##f16_##acc(x - f16_{})[0]; }                                    \
+  static double lane_##fn(double x) { return Sleef_##fn##d8_##acc(x - d8_{})[0]; }
 #define FLEXSN_WIDE2(fn, acc)                                                                                         \
   extern "C" f16_ Sleef_##fn##f16##acc(f16_, f16_);                                                                   \
   extern "C" d8_ Sleef_##fn##d8##acc(d8_, d8_);                                                                       \
   extern "C" FLEXSN_USED f16_ _ZGVeN16vv_flexsn_##fn##f(f16_ x, f16_ y) { return Sleef_##fn##f16##acc(x, y); }        \
   extern "C" FLEXSN_USED d8_ _ZGVeN8vv_flexsn_##fn(d8_ x, d8_ y) { return Sleef_##fn##d8##acc(x, y); }                \
-  static float lane_##fn(float x, float y) { return Sleef_##fn##f16##acc(f16_{} + x, f16_{} + y)[0]; }                \
-  static double lane_##fn(double x, double y) { return Sleef_##fn##d8##acc(d8_{} + x, d8_{} + y)[0]; }
+  static float lane_##fn(float x, float y) { return Sleef_##fn##f16##acc(x - f16_{}, y - f16_{})[0]; }                \
+  static double lane_##fn(double x, double y) { return Sleef_##fn##d8##acc(x - d8_{}, y - d8_{})[0]; }
 #else
 #define FLEXSN_WIDE1(fn, acc)                                                                                         \
-  static float lane_##fn(float x) { return Sleef_##fn##f8_##acc(f8_{} + x)[0]; }                                      \
-  static double lane_##fn(double x) { return Sleef_##fn##d4_##acc(d4_{} + x)[0]; }
+  static float lane_##fn(float x) { return Sleef_##fn##f8_##acc(x - f8_{})[0]; }                                      \
+  static double lane_##fn(double x) { return Sleef_##fn##d4_##acc(x - d4_{})[0]; }
 #define FLEXSN_WIDE2(fn, acc)                                                                                         \
-  static float lane_##fn(float x, float y) { return Sleef_##fn##f8##acc(f8_{} + x, f8_{} + y)[0]; }                   \
-  static double lane_##fn(double x, double y) { return Sleef_##fn##d4##acc(d4_{} + x, d4_{} + y)[0]; }
+  static float lane_##fn(float x, float y) { return Sleef_##fn##f8##acc(x - f8_{}, y - f8_{})[0]; }                   \
+  static double lane_##fn(double x, double y) { return Sleef_##fn##d4##acc(x - d4_{}, y - d4_{})[0]; }
 #endif
 
 #define FLEXSN_MATH1(fn, acc)                                                                                         \

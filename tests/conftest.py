@@ -1,0 +1,108 @@
+"""A private cache of kernels for the whole run, shared by xdist workers, and fixtures that several files use."""
+
+import os
+import shutil
+import sys
+import tempfile
+import types
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `cores` and `helpers`, whatever pytest's import mode
+
+_made: list[str] = []
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/* from what the renderer gives now")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes seconds; deselect with -m 'not slow'")
+    config.addinivalue_line("markers", "gpu: needs a GPU")
+    if hasattr(config, "workerinput"):  # an xdist worker inherits the environment of the main process
+        torch.set_num_threads(1)
+        return
+    folder = tempfile.mkdtemp(prefix="flexsn-tests-")
+    _made.append(folder)
+    os.environ["FLEXSN_CACHE_DIR"] = folder
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        while _made:
+            shutil.rmtree(_made.pop())
+
+
+@pytest.fixture(scope="session")
+def update_golden(request):
+    return request.config.getoption("--update-golden")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def threads():
+    """A function that sets the number of threads; restored afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+class _PoisonedTorch(types.ModuleType):
+    """`torch`, but `empty` gives memory full of NaN (or of a wrong number), so that an unwritten element shows."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*args, **kwargs):
+        fresh = torch.empty(*args, **kwargs)
+        if fresh.dtype.is_floating_point:
+            return fresh.fill_(float("nan"))
+        return fresh.fill_(True if fresh.dtype is torch.bool else 77)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Every tensor that a kernel has to fill starts as NaN."""
+    from flexsn import run
+
+    assert hasattr(run, "torch"), "flexsn.run allocates through `torch.empty`; adapt this fixture"
+    monkeypatch.setattr(run, "torch", _PoisonedTorch("torch"))
+
+
+class Counts:
+    """How many programs were captured, and how many kernels the compiler built."""
+
+    def __init__(self):
+        self.programs = self.builds = 0
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    from flexsn import compile as compiling
+    from flexsn import launch_cpp
+
+    for cache in ("_exact", "_by_layout", "_refused"):  # other tests may have captured the same core
+        monkeypatch.setattr(compiling, cache, OrderedDict())
+    found = Counts()
+    make, build = compiling.Program.__init__, launch_cpp._build
+
+    def counted_program(self, *args, **kwargs):
+        found.programs += 1
+        make(self, *args, **kwargs)
+
+    def counted_build(*args, **kwargs):
+        found.builds += 1
+        build(*args, **kwargs)
+
+    monkeypatch.setattr(compiling.Program, "__init__", counted_program)
+    monkeypatch.setattr(launch_cpp, "_build", counted_build)
+    return found

@@ -1,0 +1,81 @@
+"""The modules of flexsn import in one direction, and the package needs neither triton nor a compiler to import."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import flexsn
+
+PACKAGE = Path(flexsn.__file__).parent
+ORDER = ["signature", "capture", "graph", "plan", "render", "launch", "compile", "run", "scan", "module"]
+
+
+def imports(path, top_level_only=False):
+    """flexsn modules that a file imports; with `top_level_only`, when it is imported."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.level == 1 or (node.module or "").startswith("flexsn")):
+            module = (node.module or "").removeprefix("flexsn").strip(".")
+            found |= {module.split(".")[0]} if module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("flexsn.")}
+    return {n for n in found if (PACKAGE / f"{n}.py").exists()}
+
+
+MODULES = {p.stem: imports(p) for p in PACKAGE.glob("*.py") if p.stem != "__init__"}
+
+
+def stage(name):
+    stem = name.split("_")[0]
+    return ORDER.index(stem) if stem in ORDER else None
+
+
+def test_no_cycles():
+    list(TopologicalSorter(MODULES).static_order())
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_direction(name):
+    """A stage imports only earlier stages."""
+    if stage(name) is None:
+        return
+    late = {other for other in MODULES[name] if stage(other) is not None and stage(other) > stage(name)}
+    assert not late, f"{name} imports {sorted(late)}"
+
+
+def test_errors_and_opset_stand_alone():
+    assert MODULES["errors"] == set() and MODULES["opset"] == set() and MODULES["surrogate"] == set()
+
+
+def test_private_names_of_torch_are_in_one_place():
+    allowed = {"_compat", "lower"}
+    for path in PACKAGE.glob("*.py"):
+        text = path.read_text()
+        if path.stem not in allowed:
+            assert "import torch._" not in text and "from torch._" not in text.replace("from torch._ops", ""), path.name
+
+
+def test_imports_without_triton_and_compiler():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import os; os.environ['PATH'] = '/nowhere'\n"
+        "import torch, flexsn\n"
+        "x = torch.ones(3, 4)\n"
+        "print(flexsn.scan(lambda x, v: (x + v, v), [x], [None], backend='torch').outputs[0].sum().item())\n"
+        "assert not any(m.startswith('triton') and sys.modules[m] for m in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "12.0"
+
+
+def test_public_names():
+    assert set(flexsn.__all__) == {"FlexSN", "ScanResult", "__version__", "detach_states", "errors", "reset_net", "scan", "surrogate"}
+    assert all(hasattr(flexsn, name) for name in flexsn.__all__)
+    assert (PACKAGE / "py.typed").exists()

@@ -1,0 +1,686 @@
+"""Captured tensors and values: found by name, differentiable, read afresh at every call."""
+
+import argparse
+import dataclasses
+import functools
+import types
+
+import pytest
+import torch
+from helpers import check
+from torch import nn
+from torch.nn.utils import parametrize
+
+import flexsn
+from flexsn.errors import CannotFuseError, CapturedTensorError, ParamGradientError
+from flexsn.reads import look
+
+GLOBAL_W = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+GLOBAL_GAIN = 2.0
+SETTINGS = {"gain": 2.0, "w": torch.tensor([0.5, 0.25, 2.0], dtype=torch.float64, requires_grad=True)}
+f64 = torch.float64
+
+
+def x_and_v(T=18, shape=(4, 3)):
+    return torch.randn(T, *shape, dtype=f64), torch.randn(shape, dtype=f64)
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.randn(shape, dtype=f64) * 0.3)
+
+
+def output(core, backend="cpp", seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(6, 4, 3, dtype=f64, generator=generator)
+    return flexsn.scan(core, [x], [None], backend=backend).outputs[0]
+
+
+def assert_follows(core):
+    torch.testing.assert_close(output(core), output(core, "torch"), rtol=1e-12, atol=1e-12)
+
+
+# --- where a tensor may be ------------------------------------------------------------------------------------------------
+def test_closure():
+    w, b = parameter(3), parameter(4, 1)
+
+    def core(x, v):
+        v = v * w + x
+        return v * b, v
+
+    check(core, *([t] for t in x_and_v()), captured={"w": w, "b": b}, sequences=True)
+
+
+def global_core(x, v):
+    v = v * GLOBAL_W + x * GLOBAL_GAIN
+    return v * v, v
+
+
+def settings_core(x, v):
+    v = v * SETTINGS["w"] + x * SETTINGS["gain"]
+    return v * v, v
+
+
+def test_global():
+    check(global_core, *([t] for t in x_and_v()), captured={"w": GLOBAL_W})
+
+
+def test_global_dict():
+    check(settings_core, *([t] for t in x_and_v()), captured={"w": SETTINGS["w"]})
+
+
+def test_partial():
+    def core(x, v, w, *, b):
+        v = v * w + x
+        return v * b, v
+
+    w, b = parameter(3), parameter()
+    check(functools.partial(core, w=w, b=b), *([t] for t in x_and_v()), captured={"w as bound": w, "b": b})
+
+
+def test_default_arguments():
+    w = parameter(3)
+
+    def core(x, v, *, w=w):
+        v = v * w + x
+        return v * v, v
+
+    check(core, *([t] for t in x_and_v()), captured={"w": w})
+
+
+class Inner:
+    def __init__(self):
+        self.b = parameter(4, 1)
+
+
+class Neuron:
+    def __init__(self):
+        self.w, self.gain = parameter(3), 2.0
+        self.inner = Inner()
+
+    def step(self, x, v):
+        v = v * self.w + x * self.gain
+        return v * self.inner.b, v
+
+    def __call__(self, x, v):
+        return self.step(x, v)
+
+
+def test_bound_method():
+    neuron = Neuron()
+    check(neuron.step, *([t] for t in x_and_v()), captured={"w": neuron.w, "b": neuron.inner.b})
+    neuron.gain = 3.0
+    assert_follows(neuron.step)
+    neuron.w = parameter(3)
+    check(neuron.step, *([t] for t in x_and_v()), captured={"w": neuron.w})
+
+
+def test_callable_object():
+    neuron = Neuron()
+    check(neuron, *([t] for t in x_and_v()), captured={"w": neuron.w, "b": neuron.inner.b})
+    neuron.gain = 5.0
+    assert_follows(neuron)
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = parameter(3)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0], dtype=f64))
+        self.loose = torch.tensor(0.25, dtype=f64)
+        self.gain = 2.0
+
+    def forward(self, x):
+        return torch.tanh(x * self.w * self.scale + self.loose) * self.gain
+
+
+class Core(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate()
+        self.gates = nn.ModuleList([Gate(), Gate()])
+        self.weights = nn.ParameterList([parameter(3), parameter()])
+
+    def forward(self, x, v):
+        v = v * self.weights[1] + self.gate(x)
+        for gate in self.gates:
+            v = 0.5 * gate(v)
+        return v * self.weights[0], v
+
+
+def test_module_core_with_submodules():
+    core = Core()
+    check(core, *([t] for t in x_and_v()), captured=dict(core.named_parameters()), exact=False, sequences=True)
+
+
+def test_module_in_a_closure():
+    gate, act = Gate(), nn.Sequential(nn.Sigmoid(), nn.Softplus())
+
+    def core(x, v):
+        v = 0.5 * v + gate(x)
+        return act(v), v
+
+    check(core, *([t] for t in x_and_v()), captured=dict(gate.named_parameters()), exact=False)
+
+
+def test_lists_and_dicts_of_tensors():
+    ws = [parameter(3), (parameter(), {"deep": parameter(4, 1)})]
+
+    def core(x, v):
+        v = v * ws[0] + x * ws[1][0]
+        return v * ws[1][1]["deep"], v
+
+    check(core, *([t] for t in x_and_v()), captured={"0": ws[0], "1": ws[1][0], "2": ws[1][1]["deep"]})
+    ws[0] = parameter(3)
+    check(core, *([t] for t in x_and_v()), captured={"0": ws[0]})
+
+
+def test_helper_functions_are_looked_into():
+    w = parameter(3)
+
+    def helper(v):
+        return v * w * GLOBAL_W
+
+    def core(x, v):
+        v = helper(v) + x
+        return v, v
+
+    check(core, *([t] for t in x_and_v()), captured={"w": w, "global": GLOBAL_W})
+
+
+def test_one_tensor_by_two_names():
+    w = parameter(3)
+    again = w
+
+    def core(x, v):
+        v = v * w + x
+        return v * again, v
+
+    check(core, *([t] for t in x_and_v()), captured={"w": w})
+
+
+def test_a_tensor_that_is_captured_and_a_param():
+    w = parameter(3)
+
+    def core(x, v, p):
+        v = v * w + x
+        return v * p, v
+
+    x, v = x_and_v()
+    grads = []
+    for backend in ("cpp", "torch"):
+        y = flexsn.scan(core, [x], [v], [w], backend=backend).outputs[0]
+        grads.append(torch.autograd.grad(y.sum(), [w])[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_views_of_parameters():
+    w = parameter(2, 3)
+
+    def core(x, v):
+        v = v * w[0] + x * w[1, 2]
+        return v, v
+
+    check(core, *([t] for t in x_and_v()), captured={"w": w})
+
+
+def test_a_tensor_that_no_name_leads_to():
+    def hidden():
+        kept = parameter(3)
+        return iter([kept]), kept
+
+    source, kept = hidden()
+    table = {id(kept): kept}
+    opaque = types.MappingProxyType(table)
+
+    def core(x, v):
+        return x * next(iter(opaque.values())), v
+
+    with pytest.raises(CapturedTensorError, match="core `core`") as caught:
+        flexsn.scan(core, [x_and_v()[0]], [None], backend="cpp")
+    assert "opaque.values()" in caught.value.line and "params" in caught.value.hint
+
+
+# --- looked at afresh --------------------------------------------------------------------------------------------------------
+def test_new_values_without_recompiling(counts):
+    core = Core()
+    optimizer = torch.optim.SGD(core.parameters(), lr=0.1)
+    before = output(core)
+    programs = counts.programs
+    for _ in range(3):
+        optimizer.zero_grad()
+        output(core).square().sum().backward()
+        assert all(p.grad is not None for p in core.parameters())
+        optimizer.step()
+        assert_follows(core)
+    assert not torch.equal(output(core), before)
+    other = Core()
+    core.load_state_dict(other.state_dict())
+    torch.testing.assert_close(output(core), output(other, "torch"))
+    other = Core()
+    core.load_state_dict(other.state_dict(), assign=True)
+    torch.testing.assert_close(output(core), output(other, "torch"))
+    assert_follows(core)
+    assert counts.programs == programs == 1
+
+
+def test_functional_call(counts):
+    core = Core()
+    other = {n: (p.detach() * 2).requires_grad_() for n, p in core.named_parameters()}
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.neuron = core
+
+        def forward(self, x, backend):
+            return flexsn.scan(self.neuron, [x], [None], backend=backend).outputs[0]
+
+    net, x = Net(), x_and_v()[0]
+    swapped = {f"neuron.{n}": p for n, p in other.items()}
+    net(x, "cpp")
+    programs = counts.programs
+    got = torch.func.functional_call(net, swapped, (x, "cpp"))
+    want = torch.func.functional_call(net, swapped, (x, "torch"))
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got.sum(), list(other.values())), torch.autograd.grad(want.sum(), list(other.values())), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(net(x, "cpp"), net(x, "torch"))
+    assert counts.programs == programs
+
+
+class Positive(nn.Module):
+    def forward(self, w):
+        return nn.functional.softplus(w)
+
+
+def test_parametrize():
+    core = Core()
+    before = output(core)
+    parametrize.register_parametrization(core.gate, "w", Positive())
+    original = core.gate.parametrizations.w.original
+    check(core, *([t] for t in x_and_v()), captured={"original": original}, exact=False)
+    with torch.no_grad():
+        original.add_(1.0)
+    assert_follows(core)
+    parametrize.remove_parametrizations(core.gate, "w")
+    assert_follows(core)
+    assert not torch.equal(before, output(core))
+
+
+def test_changed_python_values_are_captured_again(counts):
+    gate = Gate()
+    gain = 2.0
+
+    def core(x, v):
+        v = 0.5 * v + gate(x) * gain
+        return v, v
+
+    seen = [output(core)]
+    gate.gain = 3.0
+    assert_follows(core)
+    seen.append(output(core))
+    gain = 4.0
+    assert_follows(core)
+    seen.append(output(core))
+    assert counts.programs == 3
+    gain = 2.0
+    gate.gain = 2.0
+    assert torch.equal(output(core), seen[0]) and counts.programs == 3
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+
+
+def test_changed_globals(monkeypatch):
+    before = output(global_core)
+    monkeypatch.setitem(globals(), "GLOBAL_GAIN", 3.0)
+    assert_follows(global_core)
+    assert not torch.equal(before, output(global_core))
+    monkeypatch.setitem(SETTINGS, "gain", -1.0)
+    assert_follows(settings_core)
+    monkeypatch.setitem(globals(), "GLOBAL_W", torch.tensor(0.125, dtype=f64))
+    assert_follows(global_core)
+
+
+def test_changed_helper_function(monkeypatch):
+    box = types.SimpleNamespace(act=torch.tanh)
+
+    def core(x, v):
+        return box.act(x), v
+
+    assert_follows(core)
+    box.act = torch.sigmoid
+    assert_follows(core)
+    box.act = lambda x: x * 2
+    assert_follows(core)
+    box.act = lambda x: x * 3
+    assert_follows(core)
+
+
+def test_rebinding_a_closure_tensor(counts):
+    w = parameter(3)
+
+    def core(x, v):
+        return x * w, v
+
+    output(core)
+    w = parameter(3)
+    check(core, *([t] for t in x_and_v()), captured={"w": w})
+    programs = counts.programs
+    w = parameter(3)
+    assert_follows(core)
+    assert counts.programs == programs
+    w = parameter(4, 1)
+    assert_follows(core)
+    w = torch.randn(3)
+    assert_follows(core)
+    w = 0.5
+    assert_follows(core)
+    w = None
+    with pytest.raises(TypeError):
+        output(core)
+
+
+def test_requires_grad_toggles():
+    w = parameter(3)
+
+    def core(x, v):
+        v = v * w + x
+        return v, v
+
+    assert output(core).requires_grad
+    w.requires_grad_(False)
+    assert not output(core).requires_grad
+    w.requires_grad_(True)
+    check(core, *([t] for t in x_and_v()), captured={"w": w})
+    w.requires_grad_(False)
+    check(core, *([t] for t in x_and_v()), captured={"w": w})
+
+
+def test_training_flag():
+    act = nn.Dropout(0.5).eval()
+    module = nn.Identity()
+
+    def core(x, v):
+        return (x * 2 if module.training else x * 3), act(v)
+
+    assert_follows(core)
+    module.eval()
+    assert_follows(core)
+    module.train()
+    assert_follows(core)
+
+
+def test_namespaces_of_the_standard_library():
+    """`argparse.Namespace` and `SimpleNamespace` are how many programs keep their settings."""
+    for kind in (types.SimpleNamespace, argparse.Namespace):
+        settings = kind(gain=2.0, w=parameter(3))
+
+        def core(x, v, settings=settings):
+            return x * settings.gain + settings.w, v
+
+        assert_follows(core)
+        settings.gain = 3.0
+        assert_follows(core)
+        settings.w = parameter(3)
+        check(core, *([t] for t in x_and_v()), captured={"w": settings.w})
+
+
+def test_dataclass_settings():
+    @dataclasses.dataclass
+    class Settings:
+        gain: float
+        shift: float = 1.0
+
+    settings = Settings(2.0)
+
+    def core(x, v):
+        return x * settings.gain + settings.shift, v
+
+    for name, value in (("gain", 3.0), ("shift", -1.0)):
+        assert_follows(core)
+        setattr(settings, name, value)
+        assert_follows(core)
+
+
+def test_changed_class_attribute():
+    class Settings:
+        gain = 2.0
+
+    settings = Settings()
+
+    def core(x, v):
+        return x * settings.gain, v
+
+    def core_of_class(x, v):
+        return x * Settings.gain + 1, v
+
+    assert_follows(core)
+    assert_follows(core_of_class)
+    Settings.gain = 3.0
+    assert_follows(core)
+    assert_follows(core_of_class)
+
+
+def test_sizes_of_containers():
+    weights = [1.0, 2.0]
+
+    def core(x, v):
+        for w in weights:
+            x = x * w
+        return x, v
+
+    assert_follows(core)
+    weights.append(3.0)
+    assert_follows(core)
+    weights[0] = 7.0
+    assert_follows(core)
+    del weights[1]
+    assert_follows(core)
+
+
+def test_new_attributes_and_keys():
+    table, box = {}, Inner()
+
+    def core(x, v):
+        return x * table.get("gain", 1.0) * getattr(box, "gain", 1.0), v
+
+    assert_follows(core)
+    table["gain"] = 2.0
+    assert_follows(core)
+    box.gain = 3.0
+    assert_follows(core)
+
+
+def test_changed_code_of_a_class():
+    class Act:
+        def scale(self, x):
+            return x * 2
+
+    act = Act()
+
+    def core(x, v):
+        return act.scale(x), v
+
+    assert_follows(core)
+    Act.scale = lambda self, x: x * 5
+    assert_follows(core)
+
+
+def test_look_is_cheap_to_repeat_and_current():
+    w, gain = parameter(3), 2.0
+
+    def core(x, v):
+        return x * w * gain, v
+
+    seen = look(core)
+    assert set(seen.objects) == {"w"} and seen.current() and seen.fingerprint == look(core).fingerprint
+    gain = 3.0
+    assert not seen.current() and look(core).fingerprint != seen.fingerprint
+
+
+# --- gradients of what is computed from captured tensors -----------------------------------------------------------------------
+class Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        return w.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3.0 * grad
+
+
+def matrix(w):
+    return (w.view(1, 3) @ torch.arange(9, dtype=f64).reshape(3, 3)).view(3)
+
+
+PROLOGUES = {
+    "detach": lambda w: w.detach() * w,
+    "straight-through": lambda w: w + (w.round() - w).detach(),
+    "autograd.Function": lambda w: Round.apply(w),
+    "softplus": nn.functional.softplus,
+    "softmax": lambda w: torch.softmax(w, 0),
+    "matmul": matrix,
+    "view": lambda w: w.view(1, -1),
+    "view then permute": lambda w: w.view(1, -1, 1).permute(0, 2, 1),
+    "norm": lambda w: w / w.norm(),
+    "sum": lambda w: w.sum(),
+    "mean and square": lambda w: (w - w.mean()) ** 2,
+    "clamp": lambda w: w.clamp(-0.25, 0.25),
+    "cat": lambda w: torch.cat([w[:1], w[1:] * 2]),
+    "sigmoid of power": lambda w: torch.sigmoid(w) ** 3,
+    "where": lambda w: torch.where(w > 0, w, 0.1 * w),
+    "max": lambda w: w.max(),
+    "expand": lambda w: w.expand(4, 3),
+    "outer": lambda w: torch.outer(w.new_ones(4), w),
+    "stack": lambda w: torch.stack([w, w * w]).sum(0),
+    "exp of scalar": lambda w: torch.exp(-1.0 / w[0].abs()),
+    "einsum": lambda w: torch.einsum("i,ij->j", w, torch.ones(3, 3, dtype=f64)),
+    "linear": lambda w: nn.functional.linear(w, torch.eye(3, dtype=f64) * 2, w),
+    "layer_norm": lambda w: nn.functional.layer_norm(w, (3,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROLOGUES)
+def test_prologue_gradients_are_eagers_own(name):
+    prologue = PROLOGUES[name]
+    w, b = parameter(3), parameter(3)
+
+    def core(x, v):
+        v = v * prologue(w) * 0.3 + x
+        return v + b, v
+
+    check(core, *([t] for t in x_and_v()), captured={"w": w, "b": b}, exact=False)
+
+
+RARE = {
+    "cumsum": lambda w: w.cumsum(0),
+    "flip": lambda w: w.flip(0) + w[[0, 0, 1]],
+    "sort": lambda w: w.sort().values,
+    "prod": lambda w: w.prod(),
+    "index_select": lambda w: torch.index_select(w, 0, torch.tensor([2, 1, 0])),
+    "gather": lambda w: torch.gather(w, 0, torch.tensor([2, 2, 0])),
+    "pad": lambda w: nn.functional.pad(w[:2], (0, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_rare_prologues_are_right_or_refused(name):
+    w = parameter(3)
+
+    def core(x, v):
+        v = v * RARE[name](w) * 0.3 + x
+        return v, v
+
+    operands = [[t] for t in x_and_v()]
+    try:
+        output(core)
+    except CannotFuseError as error:
+        assert error.core == "core"
+    else:
+        check(core, *operands, captured={"w": w}, exact=False)
+
+
+@pytest.mark.parametrize("name", ["softplus", "straight-through", "matmul", "view", "norm", "detach"])
+def test_prologues_of_explicit_params(name):
+    prologue = PROLOGUES[name]
+
+    def core(x, v, w):
+        v = v * prologue(w) * 0.3 + x
+        return v, v
+
+    x, v = x_and_v()
+    check(core, [x], [v], [torch.randn(3, dtype=f64)], exact=False)
+
+
+def test_no_grad_prologue():
+    w = parameter(3)
+
+    def core(x, v):
+        with torch.no_grad():
+            frozen = w * 2
+        v = v * frozen + x * w
+        return v, v
+
+    check(core, *([t] for t in x_and_v()), captured={"w": w})
+
+
+def test_no_grad_in_the_step():
+    w = parameter(3)
+
+    def core(x, v):
+        with torch.no_grad():
+            h = v * w
+        return x * w + h, h + x
+
+    check(core, *([t] for t in x_and_v()), captured={"w": w})
+
+
+class Clipped(torch.autograd.Function):
+    """Its backward is not linear in the cotangent."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.125, 0.125)
+
+
+class Signed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        return w * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.sign() + 1.0
+
+
+class Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        return w * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + 1.0
+
+
+@pytest.mark.parametrize("function", [Clipped, Signed, Shifted], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("shape", [(3,), (), (4, 3), (4, 1)], ids=str)
+def test_backward_that_is_not_linear(function, shape):
+    """The eager loop applies it at every step; a kernel that sums over time first would give a wrong number."""
+    w = parameter(*shape)
+
+    def core(x, v):
+        v = 0.5 * v + x * function.apply(w)
+        return v, v
+
+    x, _ = x_and_v()
+    want = torch.autograd.grad(flexsn.scan(core, [x], [None], backend="torch").outputs[0].sum(), [w])[0]
+    try:
+        got = torch.autograd.grad(flexsn.scan(core, [x], [None], backend="cpp").outputs[0].sum(), [w])[0]
+    except ParamGradientError as error:
+        assert error.core == "core"
+    else:
+        torch.testing.assert_close(got, want)
