@@ -109,7 +109,7 @@ _op("shift_left", 2, torch.bitwise_left_shift, aten=[s.format("left" if "bit" in
 _op("shift_right", 2, torch.bitwise_right_shift, aten=[s.format("right" if "bit" in s else "r") for s in _SHIFTS])
 
 # --- transcendental: within 1 ulp of the correctly rounded value unless noted ------------------------------------------
-_math("exp", torch.exp, "exp.default")
+_op("exp", 1, torch.exp, "flexsn::exponential({0})", aten="exp.default", promote="float", use="FLEXSN_EXP")
 _math("exp2", torch.exp2, "exp2.default")
 _math("expm1", torch.expm1, "expm1.default")
 _math("log", torch.log, "log.default")
@@ -135,7 +135,7 @@ _math("lgamma", torch.lgamma, "lgamma.default")
 _math("atan2", torch.atan2, "atan2.default", arity=2)
 _math("hypot", torch.hypot, "hypot.default", "u05", arity=2)
 _math("pow", torch.pow, (), arity=2)
-_op("sigmoid", 1, torch.sigmoid, "{T}(1) / ({T}(1) + flexsn::exp(-{0}))", aten="sigmoid.default", promote="float", use="FLEXSN_MATH1(exp, u10)")
+_op("sigmoid", 1, torch.sigmoid, "{T}(1) / ({T}(1) + flexsn::exponential(-{0}))", aten="sigmoid.default", promote="float", use="FLEXSN_EXP")
 
 # --- special functions: ATen's own scalar code -------------------------------------------------------------------------
 for _name, _eager, _aten, _call in (
