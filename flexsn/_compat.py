@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +16,20 @@ from torch._subclasses.fake_tensor import (  # 2.11, 2.13
 )
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 
-__all__ = ["DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "decomposition_table", "disable_modes", "functional_overload"]
+__all__ = ["DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "decomposition_table", "disable_modes", "functional_overload", "quiet"]
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """While inside, fake tensors do not log the errors that flexsn turns into its own."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # 2.13
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def decomposition_table() -> dict[Any, Any]:

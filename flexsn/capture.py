@@ -20,6 +20,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def trace(
     """
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(sig, fake, device, captured, vjp)
-    with fake, torch.set_grad_enabled(vjp):
+    with _compat.quiet(), fake, torch.set_grad_enabled(vjp):
         operands = []
         for i, meta in enumerate(metas):
             static = i >= sig.num_inputs + sig.num_states
@@ -217,7 +218,9 @@ class _Recorder(TorchDispatchMode):
             raise UnsupportedDtypeError(f"captured tensor `{path}` has dtype {tensor.dtype}", core=self.sig.core, line=self.line())
         if tensor.device != self.device and tensor.dim():
             raise DeviceMismatchError(
-                f"captured tensor `{path}` is on {tensor.device} but the operands are on {self.device}", core=self.sig.core, line=self.line()
+                f"captured tensor `{path}` is on {tensor.device} but the operands are on {self.device}",
+                core=self.sig.core,
+                line=self.line(),
             )
         with self.fake:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -255,7 +258,7 @@ class _Recorder(TorchDispatchMode):
 
     def uniform(self, val: Tensor, value: Any, kind: str = "static") -> fx.Node:
         """A tensor of one value: a number in the kernel. `step` if its shape is that of a step tensor."""
-        kwargs = {"dtype": val.dtype, "device": val.device}
+        kwargs: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
         node = self.graph.create_node("call_function", aten.full.default, (list(val.shape), value), kwargs)
         node.meta.update(kind=kind, val=val, uniform=value, line=self.line())
         return node
@@ -264,7 +267,7 @@ class _Recorder(TorchDispatchMode):
         """`file:number: text` of the user's statement that is being executed."""
         if self.user_line is not None:
             return self.user_line
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
             if frame.f_code is _run_core.__code__ or frame.f_code is trace.__code__:
@@ -474,20 +477,40 @@ class _Recorder(TorchDispatchMode):
     def differentiate(self, values: Sequence[Tensor], operands: list[Tensor], cotangents: list[fx.Node | None]) -> list[fx.Node | None]:
         sources = list(operands) + list(self.captured_tensors.values())
         wanted = [t for t in sources if t.requires_grad]
-        outs, given = [], []
+        given = {}
         for i, value in enumerate(values):
             if value.requires_grad:
-                cotangent = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                cotangents[i] = self.placeholder(cotangent, f"grad_{i}", "step")
-                outs.append(value)
-                given.append(cotangent)
-        if not outs or not wanted:
+                given[i] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                cotangents[i] = self.placeholder(given[i], f"grad_{i}", "step")
+        if not given or not wanted:
             return [None] * len(sources)
         self.in_backward = True
         with self:
-            found = iter(torch.autograd.grad(outs, wanted, given, allow_unused=True))
+            found = iter(self.gradients(values, wanted, given, cotangents))
         per_source = [next(found) if t.requires_grad else None for t in sources]
         return [None if g is None else self.node_of(g) for g in per_source]
+
+    def gradients(self, values, wanted: list[Tensor], given: dict[int, Tensor], cotangents: list[fx.Node | None]):
+        """As autograd gives them; a return whose derivative PyTorch lacks counts as not differentiable."""
+
+        def grad(roots: list[int]):
+            outs, cots = [values[i] for i in roots], [given[i] for i in roots]
+            return torch.autograd.grad(outs, wanted, cots, allow_unused=True, retain_graph=True) if roots else [None] * len(wanted)
+
+        def lacks_derivative(roots: list[int]) -> bool:
+            try:
+                grad(roots)
+            except RuntimeError as error:
+                if isinstance(error, FlexSNError) or "is not implemented" not in str(error):
+                    raise
+                return True
+            return False
+
+        if lacks_derivative(list(given)):
+            for i in [i for i in given if lacks_derivative([i])]:
+                del given[i]
+                cotangents[i] = None
+        return grad(list(given))
 
 
 _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from . import launch_cpp, plan, render_cpp
 from .capture import Meta, Trace, trace
-from .errors import CannotFuseError, StateMismatchError
+from .errors import CannotFuseError, CoreError, StateMismatchError, UnsupportedOpError
 from .graph import HALF, Graph
 from .lower import lower
 from .reads import Reads
@@ -58,10 +58,10 @@ class Program:
         self.state_metas = tuple(seen[sig.num_inputs : ins])
         self.output_metas = tuple(returns[: self.num_outputs])
         self._metas = [Meta(self.step if i < ins else m.shape, _computed(m.dtype)) for i, m in enumerate(seen)]
-        self.forward_trace = forward if self._metas == list(seen) else record(metas=self._metas, vjp=False)
+        self.forward_trace = forward if self._metas == list(seen) else self._as_computed(record)
         self.free_dims = self._free_dims(record, captured)
-        self.graph, self._params = self._lower_forward()
-        self.prologue = _static_module(self.forward_trace, list(self._params.values()), {})
+        self.graph, params = self._lower_forward()
+        self.prologue = _static_module(self.forward_trace, params, {})
         self.chunk = plan.chunk_length(sig.num_inputs, sig.num_states)
         self.vjp: Vjp | None = None
         self.storage = self._storage()
@@ -95,6 +95,16 @@ class Program:
             line=recorded.returns[-1].meta.get("line"),
             hint="A state keeps its shape and dtype from step to step; start it as what the core returns, or convert inside the core.",
         )  # fmt: skip
+
+    def _as_computed(self, record: Callable[..., Trace]) -> Trace:
+        """The core on operands as the kernel has them: of the step shape, 16-bit floats as float32."""
+        try:
+            return record(metas=self._metas, vjp=False)
+        except CoreError as error:
+            raise UnsupportedOpError(
+                f"runs on its operands as they are, but not on operands of the step shape {list(self.step)}: {error.reason}",
+                core=self.sig.core, line=error.line, hint="Give all inputs and states the same step shape.",
+            ) from None  # fmt: skip
 
     def _free_dims(self, record: Callable[..., Trace], captured: dict[str, Tensor]) -> frozenset[int]:
         """Dims of the step shape whose size the core does not depend on: found by tracing again with other sizes."""
@@ -140,10 +150,6 @@ class Program:
         storage = {r: n.dtype for r, n in self.graph.inputs.items()} | {r: n.dtype for r, n in self.graph.outputs.items()}
         storage |= {f"v{k}": m.dtype for k, m in enumerate(self.state_metas)}
         return storage | {f"y{k}": m.dtype for k, m in enumerate(self.output_metas)}
-
-    def graph_params(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What the prologue gives, by the role of the param that it is to the kernel."""
-        return dict(zip(self._params, values, strict=True))
 
     # --- kernels ------------------------------------------------------------------------------------------------------
     def forward_plan(self, inputs: Sequence[torch.dtype], checkpoint: bool, sequences: bool) -> plan.Plan:
@@ -220,17 +226,15 @@ class Vjp:
         self.frontier = {f"gp{k}": n for k, n in enumerate(frontier)}
         outputs |= self.frontier
         outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[outs:])}
-        self.graph, self._params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"))
-        self.prologue = _static_module(recorded, list(self._params.values()), {})
+        self.graph, params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"))
+        self.prologue = _static_module(recorded, params, {})
         self._epilogues: dict[tuple[bool, ...], tuple[StaticModule, tuple[str, ...]]] = {}
-
-    graph_params = Program.graph_params
 
     def epilogue(self, wanted: tuple[bool, ...]) -> tuple[StaticModule, tuple[str, ...]]:
         """The module that gives the wanted gradients of params and captured tensors, and the sums (`gp*`) it takes."""
         if wanted not in self._epilogues:
-            nodes = [g for g, w in zip(self.static_grads, wanted, strict=True) if w and g is not None]
-            used = set(_frontier(nodes))
+            nodes = {str(k): g for k, (g, w) in enumerate(zip(self.static_grads, wanted, strict=True)) if w and g is not None}
+            used = set(_frontier(list(nodes.values())))
             roles = tuple(r for r, n in self.frontier.items() if n in used)
             self._epilogues[wanted] = (_static_module(self.recorded, nodes, {self.frontier[r]: r for r in roles}), roles)
         return self._epilogues[wanted]
@@ -254,23 +258,24 @@ def _frontier(grads: Sequence[fx.Node | None]) -> list[fx.Node]:
 
 
 class StaticModule:
-    """A graph that PyTorch runs once per call: prologue or epilogue."""
+    """A graph that PyTorch runs once per call, prologue or epilogue; its results have names."""
 
-    def __init__(self, module: Callable, operands: tuple[str, ...], constants: tuple[Tensor, ...]):
-        self.module, self.operands, self.constants = module, operands, constants
+    def __init__(self, module: Callable | None, operands: Sequence[str], constants: Sequence[Tensor], results: Sequence[str]):
+        self.module, self.operands, self.constants, self.results = module, operands, constants, results
 
-    def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> dict[str, Tensor]:
         if self.module is None:
-            return ()
-        return self.module(*[statics[name] for name in self.operands], *self.constants, *sums)
+            return {}
+        values = self.module(*[statics[name] for name in self.operands], *self.constants, *sums)
+        return dict(zip(self.results, values, strict=True))
 
 
-def _static_module(recorded: Trace, results: list[fx.Node], sums: dict[fx.Node, str]) -> StaticModule:
+def _static_module(recorded: Trace, results: dict[str, fx.Node], sums: dict[fx.Node, str]) -> StaticModule:
     """Cut the part of a recorded graph that computes `results` from params, captured tensors and sums over time."""
     if not results:
-        return StaticModule(None, (), ())
+        return StaticModule(None, (), (), ())
     live: set[fx.Node] = set()
-    stack = list(results)
+    stack = list(results.values())
     while stack:
         node = stack.pop()
         if node not in live:
@@ -286,10 +291,10 @@ def _static_module(recorded: Trace, results: list[fx.Node], sums: dict[fx.Node, 
     for node in recorded.graph.nodes:
         if node in live and node not in copies and node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[n] for n in results))
+    graph.output(tuple(copies[n] for n in results.values()))
     module = fx.GraphModule(torch.nn.Module(), graph)
-    operands = tuple(n.meta["role"] for n in named)
-    return StaticModule(module.forward, operands, tuple(recorded.constants[n.meta["role"]] for n in constants))
+    values = [recorded.constants[n.meta["role"]] for n in constants]
+    return StaticModule(module.forward, [n.meta["role"] for n in named], values, list(results))
 
 
 # --- the cache of programs ------------------------------------------------------------------------------------------------

@@ -81,8 +81,9 @@ class Graph:
 
 def _vanish(builder: Builder, node: Node, args: list[Node | None]) -> Node | None:
     """`node` over arguments of which some are absent (None)."""
-    if None not in args:
-        return builder.add(node.op, tuple(args), node.dtype, node.name, node.line)
+    present = tuple(a for a in args if a is not None)
+    if len(present) == len(args):
+        return builder.add(node.op, present, node.dtype, node.name, node.line)
     a, b = args[0], args[1] if len(args) > 1 else None
     if node.op in ("mul", "neg", "convert", "abs") or (node.op == "div" and a is None):
         return None

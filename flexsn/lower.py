@@ -90,7 +90,7 @@ def lower(
             continue
         if node.target in _MULTI:
             continue
-        rule = RULES[node.target] if node.target in RULES else _MULTI[node.args[0].target][node.args[1]]
+        rule = RULES[node.target] if node.target in RULES else _part(node)
         low.b.line = node.meta["line"]
         before = len(low.b.nodes)
         value = low.b.convert(rule(low, node), node.meta["val"].dtype)
@@ -118,7 +118,8 @@ def _topological(roots) -> list[fx.Node]:
 _RESERVED = frozenset(
     """alignas alignof and asm auto bool break case catch char class compl concept const continue decltype default delete do
     double else enum explicit export extern false final float for friend goto if import inline int int16_t int32_t int64_t int8_t
-    long main major minor errno stdin stdout stderr assert linux unix mutable namespace new noexcept not nullptr operator or private protected public register requires return short
+    long main major minor errno stdin stdout stderr assert linux unix mutable namespace new noexcept not nullptr operator or
+    private protected public register requires return short
     signed sizeof static struct switch template this throw true try typedef typeid typename uint8_t union unsigned using
     virtual void volatile wchar_t while xor i j k n N T K tile begin flexsn half bfloat16 load store std tl triton p
     def del elif except from global in is lambda None nonlocal pass raise with yield True False await async""".split()
@@ -365,19 +366,29 @@ def _div_mode(low: Lowering, node: fx.Node) -> Node:
 @_rule("index_put.default")
 def _index_put(low: Lowering, node: fx.Node) -> Node:
     """`h[mask] = number`; other forms are refused when recorded (`elementwise_index_put`)."""
-    x, (mask,), value = node.args[:3]
+    args: Any = node.args
+    x, (mask,), value = args[:3]
     return low.op("where", low.node(mask), *low.casts((value, x), _dtype(node)))
 
 
-_MULTI: dict[Any, tuple[Rule, ...]] = {
-    aten.frexp.Tensor: (
-        lambda low, node: low.op("mantissa", low.node(node.args[0].args[0])),
-        lambda low, node: low.op("exponent", low.node(node.args[0].args[0])),
-    ),
-}
+def _part(node: fx.Node) -> Rule:
+    """The rule of one result of an op with several."""
+    whole, index = node.args
+    assert isinstance(whole, fx.Node) and isinstance(index, int)
+    return _MULTI[whole.target][index]
+
+
+def _of_frexp(name: str) -> Rule:
+    def rule(low: Lowering, node: fx.Node) -> Node:
+        (whole,) = node.all_input_nodes
+        return low.op(name, low.node(whole.all_input_nodes[0]))
+
+    return rule
+
+
+_MULTI: dict[Any, tuple[Rule, ...]] = {aten.frexp.Tensor: (_of_frexp("mantissa"), _of_frexp("exponent"))}
 for _overload, _parts in _MULTI.items():
     RULES[_overload] = _parts[0]
-
 
 
 # --- composites with eager's own formulas ----------------------------------------------------------------------------------

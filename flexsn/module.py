@@ -98,7 +98,11 @@ class FlexSN(nn.Module):
             if total is None:
                 raise OperandCountError("num_inputs cannot be inferred from `*args`; pass it", core=core_name(self.core))
             num_inputs = total - num_states
-        if num_inputs < 1 or num_states < 0 or (total is not None and example_inputs is None and num_inputs + num_states > len(names) - self.num_params):
+        if (
+            num_inputs < 1
+            or num_states < 0
+            or (total is not None and example_inputs is None and num_inputs + num_states > len(names) - self.num_params)
+        ):
             raise OperandCountError(
                 f"takes {', '.join(names)}: {num_inputs} inputs + {num_states} states + {self.num_params} params do not fit",
                 core=core_name(self.core),
@@ -148,7 +152,9 @@ class FlexSN(nn.Module):
             empty = tuple(y.new_empty((0, *y.shape)) for y in self.example_outputs)
             return empty[0] if len(empty) == 1 else empty
         if self.requires_grad_flags is not None:
-            operands = [t if flag or t is None else t.detach() for t, flag in zip((*inputs, *states), self.requires_grad_flags, strict=True)]
+            operands = [
+                t if flag or t is None else t.detach() for t, flag in zip((*inputs, *states), self.requires_grad_flags, strict=True)
+            ]
             inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]
         params = tuple(getattr(self, f"param_{k}") for k in range(self.num_params))
         finals, sequences, outputs = run_core(
@@ -214,5 +220,3 @@ def detach_states(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FlexSN):
             module.detach_states()
-
-

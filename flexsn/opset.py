@@ -104,7 +104,7 @@ _op("or", 2, torch.bitwise_or, "{0} | {1}", aten=("bitwise_or.Tensor", "bitwise_
 _op("xor", 2, torch.bitwise_xor, "{0} ^ {1}", aten=("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor"))
 _op("not", 1, torch.logical_not, "!{0}")
 _op("invert", 1, torch.bitwise_not, "~{0}")
-_SHIFTS = ("bitwise_{}_shift.Tensor", "bitwise_{}_shift.Tensor_Scalar", "bitwise_{}_shift.Scalar_Tensor", "__{}shift__.Tensor", "__{}shift__.Scalar")
+_SHIFTS = (*(f"bitwise_{{}}_shift.{o}" for o in ("Tensor", "Tensor_Scalar", "Scalar_Tensor")), "__{}shift__.Tensor", "__{}shift__.Scalar")
 _op("shift_left", 2, torch.bitwise_left_shift, aten=[s.format("left" if "bit" in s else "l") for s in _SHIFTS])
 _op("shift_right", 2, torch.bitwise_right_shift, aten=[s.format("right" if "bit" in s else "r") for s in _SHIFTS])
 

@@ -87,9 +87,7 @@ def chunk_length(num_inputs: int, num_states: int) -> int:
     return length
 
 
-def plan_forward(
-    step: Graph, storage: dict[str, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool
-) -> Plan:
+def plan_forward(step: Graph, storage: dict[str, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool) -> Plan:
     """Plan the pass over T.
 
     Args:
@@ -120,9 +118,7 @@ def plan_forward(
     return Plan(step.core, "forward", step, None, tuple(reads), tuple(writes), tuple(carried), chunk)
 
 
-def plan_backward(
-    joint: Graph, storage: dict[str, torch.dtype], *, chunk: int, wanted: Sequence[str], cotangents: Sequence[str]
-) -> Plan:
+def plan_backward(joint: Graph, storage: dict[str, torch.dtype], *, chunk: int, wanted: Sequence[str], cotangents: Sequence[str]) -> Plan:
     """Plan the walk back over T.
 
     Args:

@@ -163,7 +163,7 @@ class _Walker:
         else:
             self.opaque(path, value)
 
-    def names(self, path: str, namespace: Any, names: Sequence[str], depth: int) -> None:
+    def names(self, path: str, namespace: Any, names: Sequence[Any], depth: int) -> None:
         self.reads.sizes.append((namespace, len(namespace)))
         for name in names:
             self.slot(f"{path}.{name}", namespace, name, depth + 1)
@@ -248,7 +248,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 def _is_library(module: str) -> bool:
     """Modules whose functions are taken as they are: PyTorch, the standard library and flexsn itself."""
     top = module.partition(".")[0]
-    return top in sys.stdlib_module_names and top != "__main__" or top in {"torch", "numpy"} or module in {"flexsn.surrogate", "flexsn"}
+    return (top in sys.stdlib_module_names and top != "__main__") or top in {"torch", "numpy"} or module in {"flexsn.surrogate", "flexsn"}
 
 
 _swap_lock = threading.RLock()

@@ -39,8 +39,7 @@ def render(plan: Plan) -> str:
 
 def _header(plan: Plan) -> list[str]:
     graphs = [g for g in (plan.step, plan.advance) if g is not None]
-    uses = {line for g in graphs for n in g.nodes for line in (OPS[n.op].use or "").splitlines()}
-    uses = sorted(uses, key=lambda u: (u[0] != "#", u))
+    uses = sorted({line for g in graphs for n in g.nodes for line in (OPS[n.op].use or "").splitlines()})
     includes = [u for u in uses if u[0] == "#"]
     macros = [u for u in uses if u[0] != "#"]
     listed = {t: ", ".join(_label(plan, a) for a in arrays if a.kind in ("sequence", "checkpoint")) or "nothing"
@@ -294,7 +293,9 @@ def _forward(plan: Plan) -> list[str]:
     for a in plan.writes:
         if a.kind == "checkpoint":
             row, ctype = f"v{a.role[1:]}_row", ROW[a.compute]
-            lines.append(f"        if (t % K == 0 && t > 0) std::memcpy({a.role}_seq + (t / K - 1) * N + begin, {row}, size * sizeof({ctype}));")
+            lines.append(
+                f"        if (t % K == 0 && t > 0) std::memcpy({a.role}_seq + (t / K - 1) * N + begin, {row}, size * sizeof({ctype}));"
+            )
     return [*lines, *before, f"        {step.call()}", *after, "      }", *_close(plan)]
 
 
@@ -310,7 +311,11 @@ def _backward(plan: Plan) -> list[str]:
         ahead.bottom.append(f"{role}_next[i] = {_stored(node, ROW[node.dtype])};")
     back = _vjp_step(plan)
     before, after = _sequence_rows(plan, "          ")
-    soon = [f"          if (t > 0) prefetch({a.role}_seq + (t - 1) * N + begin, size);" for a in plan.reads if a.kind == "sequence" and a.role[0] == "g"]
+    soon = [
+        f"          if (t > 0) prefetch({a.role}_seq + (t - 1) * N + begin, size);"
+        for a in plan.reads
+        if a.kind == "sequence" and a.role[0] == "g"
+    ]
     lines = [*(ahead.text(advance) if states else []), *back.text(vjp), *_open(plan)]
     lines += [
         "      for (int64_t start = (T - 1) / K * K; start >= 0; start -= K) {",
@@ -326,7 +331,15 @@ def _backward(plan: Plan) -> list[str]:
         rows, _ = _sequence_rows(plan, "          ", advance.inputs)
         rows += [f"          prefetch({r}_seq + (t + 1) * N + begin, size);" for r in advance.inputs if r[0] == "x"]
         lines += ["        for (int64_t t = start; t + 1 < end; ++t) {", *rows, f"          {ahead.call()}", "        }"]
-    lines += ["        for (int64_t t = end - 1; t >= start; --t) {", *before, *soon, f"          {back.call()}", *after, "        }", "      }"]
+    lines += [
+        "        for (int64_t t = end - 1; t >= start; --t) {",
+        *before,
+        *soon,
+        f"          {back.call()}",
+        *after,
+        "        }",
+        "      }",
+    ]
     return [*lines, *_close(plan)]
 
 

@@ -52,7 +52,7 @@ def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None
     kernel = program.kernel("forward", tuple(x.dtype for x in inputs), save, call.sequences)
     chunks = max(0, -(-T // program.chunk) - 1)
     arrays = _operands(call, inputs, states)
-    params, dims = _params(kernel.plan, program.graph_params(program.prologue(statics)), shapes.step)
+    params, dims = _params(kernel.plan, program.prologue(statics), shapes.step)
     arrays |= params
     written = {}
     for a in kernel.plan.writes:
@@ -90,10 +90,10 @@ def backward(
     wanted = [r for r in wanted if r in vjp.graph.outputs]
     present = tuple(sorted(r for r in cotangents if r[:2] != "gv"))
     kernel = program.kernel("backward", tuple(x.dtype for x in inputs), (*wanted, *sums), present)
-    arrays = _operands(call, inputs, states) | checkpoints
+    arrays: dict[str, Tensor | None] = {**_operands(call, inputs, states), **checkpoints}
     for role, grad in cotangents.items():
         arrays[role] = _widen(grad, shapes.step, 0 if role[:2] == "gv" else 1)
-    params, dims = _params(kernel.plan, vjp.graph_params(vjp.prologue(statics)), shapes.step)
+    params, dims = _params(kernel.plan, vjp.prologue(statics), shapes.step)
     arrays |= params
     written = {}
     for a in kernel.plan.writes:
@@ -101,12 +101,12 @@ def backward(
         written[a.role] = torch.empty((*rows, *shapes.step), dtype=a.storage, device=inputs[0].device)
     if T == 0:
         for role, grad in written.items():
-            grad.copy_(arrays[role]) if role in cotangents else grad.zero_()
+            final = arrays.get(role)
+            grad.zero_() if final is None else grad.copy_(final)
     kernel([arrays.get(a.role) for a in kernel.plan.reads] + [written[a.role] for a in kernel.plan.writes], dims, T, shapes.numel)
     shapes_of_sums = [rescale(tuple(vjp.frontier[r].meta["val"].shape), program.step, shapes.step) for r in sums]
-    found = iter(epilogue(statics, [unbroadcast(written[r], s, 0) for r, s in zip(sums, shapes_of_sums, strict=True)]))
-    static_grads = [next(found) if w and g is not None else None for g, w in zip(vjp.static_grads, wanted_statics, strict=True)]
-    return {r: written[r] for r in wanted}, static_grads
+    found = epilogue(statics, [unbroadcast(written[r], s, 0) for r, s in zip(sums, shapes_of_sums, strict=True)])
+    return {r: written[r] for r in wanted}, [found.get(str(k)) for k in range(len(wanted_statics))]
 
 
 def rows(tensor: Tensor, step: tuple[int, ...], leading: int) -> Tensor:

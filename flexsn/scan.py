@@ -120,7 +120,7 @@ def _fused(core, seen, replaced, sig: Signature, inputs, states, params, backend
         error = BackendError if backend == "cpp" else BackendUnavailableError
         raise error(f"there is no fused kernel for device {device} yet", core=sig.core, hint='Use backend="torch", the eager loop.')
     captured = seen.tensors(replaced)
-    metas = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
+    metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
     with reading.bound(seen, replaced):
@@ -172,6 +172,7 @@ class _Scan(torch.autograd.Function):
         ctx.save_for_backward(*inputs, *states, *statics, *done.checkpoints.values())
         ctx.set_materialize_grads(False)
         vjp = call.program.vjp
+        assert vjp is not None
         outs = len(done.outputs)
         results = (*done.outputs, *done.finals, *done.sequences)
         flags = (*vjp.differentiable, *(vjp.differentiable[outs:] if done.sequences else ()))
@@ -197,9 +198,7 @@ class _Scan(torch.autograd.Function):
         wanted_statics = tuple(by_name[name] for name in (*sig.param_names, *vjp.captured))
         if not cotangents:
             return (None,) * (1 + len(needs))
-        found, static_grads = run.backward(
-            call, inputs, states, _named(call, statics), checkpoints, cotangents, wanted, wanted_statics
-        )
+        found, static_grads = run.backward(call, inputs, states, _named(call, statics), checkpoints, cotangents, wanted, wanted_statics)
         results: list[Tensor | None] = [None]
         for k, (role, meta) in enumerate(zip(roles, ctx.metas, strict=False)):
             grad = found.get(role)

@@ -102,9 +102,7 @@ def check_operands(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Te
         if tensor.dtype not in DTYPES:
             raise UnsupportedDtypeError(f"{kind} `{name}` has dtype {tensor.dtype}", core=sig.core)
         if tensor.device != device and not (kind == "param" and tensor.dim() == 0):
-            raise DeviceMismatchError(
-                f"{kind} `{name}` is on {tensor.device} but input `{sig.names[0]}` is on {device}", core=sig.core
-            )
+            raise DeviceMismatchError(f"{kind} `{name}` is on {tensor.device} but input `{sig.names[0]}` is on {device}", core=sig.core)
     for name, x in zip(sig.input_names, inputs, strict=True):
         if x.dim() == 0:
             raise SequenceLengthError(f"input `{name}` is 0-dimensional; inputs are sequences of shape [T, *shape]", core=sig.core)

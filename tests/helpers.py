@@ -29,7 +29,11 @@ def evaluate(core, inputs, states=(), params=(), *, backend, sequences=False, ca
     values = {f"output {k}": y for k, y in enumerate(result.outputs)}
     values |= {f"{'sequence' if sequences else 'final'} {k}": v for k, v in enumerate(result.states)}
     generator = torch.Generator().manual_seed(seed)
-    cotangents = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for n, t in values.items() if t.dtype.is_floating_point}
+    cotangents = {
+        n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)
+        for n, t in values.items()
+        if t.dtype.is_floating_point
+    }
     roots = [n for n, t in values.items() if t.requires_grad and (loss is None or loss(n))]
     sig = make_signature(core, len(inputs), len(states), len(params))
     named = dict(zip(sig.names, (*inputs, *states, *params), strict=True)) | (captured or {})
@@ -49,7 +53,9 @@ def assert_same_values(fused, eager, exact=True, tolerance=None):
     assert list(fused) == list(eager)
     for name, want in eager.items():
         got = fused[name]
-        assert got.shape == want.shape and got.dtype == want.dtype, f"{name}: {got.dtype}{tuple(got.shape)} for {want.dtype}{tuple(want.shape)}"
+        assert got.shape == want.shape and got.dtype == want.dtype, (
+            f"{name}: {got.dtype}{tuple(got.shape)} for {want.dtype}{tuple(want.shape)}"
+        )
         if exact:
             same = torch.equal(torch.nan_to_num(got, 1234.0), torch.nan_to_num(want, 1234.0)) and torch.equal(got != got, want != want)
             assert same, f"{name} differs in {int((got != want).sum())} of {want.numel()} elements"

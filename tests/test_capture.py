@@ -19,7 +19,11 @@ def record(core, *shapes, inputs=1, states=1, captured=None, vjp=False, dtype=f3
 
 
 def kinds(recorded):
-    return [(n.target._schema.name.removeprefix("aten::"), n.meta["kind"]) for n in recorded.graph.nodes if n.op == "call_function" and "kind" in n.meta]
+    return [
+        (n.target._schema.name.removeprefix("aten::"), n.meta["kind"])
+        for n in recorded.graph.nodes
+        if n.op == "call_function" and "kind" in n.meta
+    ]
 
 
 def test_what_is_computed_from_params_alone_is_static():
@@ -41,7 +45,9 @@ def test_shapes_and_dtypes_of_returns():
 
 def test_every_node_has_the_users_line():
     recorded = record(lif, (5,), (5,), (), ())
-    lines = [n.meta["line"] for n in recorded.graph.nodes if n.op == "call_function" and n.meta.get("kind") == "step" and "uniform" not in n.meta]
+    lines = [
+        n.meta["line"] for n in recorded.graph.nodes if n.op == "call_function" and n.meta.get("kind") == "step" and "uniform" not in n.meta
+    ]
     assert line_of(lif, "h = v +") in lines and line_of(lif, "return s") in lines and all(lines)
 
 

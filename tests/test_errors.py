@@ -10,7 +10,8 @@ from cores import leaky, lif
 from helpers import line_of, words
 
 import flexsn
-from flexsn import errors, launch_cpp, scan as scan_function
+from flexsn import errors, launch_cpp
+from flexsn import scan as scan_function
 from flexsn.errors import FallbackWarning
 
 X = torch.randn(5, 4, 3)
@@ -275,7 +276,7 @@ def reads_float(x, v):
 
 
 def reads_list(x, v):
-    a, b, c = SCALE.tolist()
+    a, _, _ = SCALE.tolist()
     return x * a, v
 
 

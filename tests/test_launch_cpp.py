@@ -212,7 +212,10 @@ def test_processes_that_build_at_once(tmp_path):
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     env = os.environ | {"FLEXSN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    started = [subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    started = [
+        subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     results = [p.communicate(timeout=120) for p in started]
     assert [p.returncode for p in started] == [0, 0], results
     assert len({out.split(maxsplit=1)[1] for out, _ in results}) == 1

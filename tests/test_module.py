@@ -271,7 +271,9 @@ def test_two_modules_of_one_closure_are_independent_after_a_copy():
         w.zero_()
     x = torch.randn(5, 4)
     assert not torch.equal(net(x), twin(x))
-    assert torch.equal(flexsn.scan(net.core, [x], [None], backend="cpp").outputs[0], flexsn.scan(net.core, [x], [None], backend="torch").outputs[0])
+    assert torch.equal(
+        flexsn.scan(net.core, [x], [None], backend="cpp").outputs[0], flexsn.scan(net.core, [x], [None], backend="torch").outputs[0]
+    )
 
 
 def test_functional_call_on_a_network():
@@ -283,7 +285,9 @@ def test_functional_call_on_a_network():
     net[1].backend = "torch"
     want = torch.func.functional_call(net, other, (x,))
     torch.testing.assert_close(got, want)
-    for a, b in zip(torch.autograd.grad(got.sum(), list(other.values())), torch.autograd.grad(want.sum(), list(other.values())), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got.sum(), list(other.values())), torch.autograd.grad(want.sum(), list(other.values())), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 

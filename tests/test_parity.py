@@ -283,7 +283,13 @@ def test_hodgkin_huxley():
         ah, bh = 0.07 * torch.exp(-(v + 65.0) / 20.0), torch.sigmoid((v + 35.0) / 10.0)
         an, bn = 0.01 * vtrap(-(v + 55.0), torch.full_like(v, 10.0)), 0.125 * torch.exp(-(v + 65.0) / 80.0)
         current = g_na * m**3 * h * (v - 50.0) + g_k * n**4 * (v + 77.0) + 0.3 * (v + 54.387)
-        return v, v + dt * (i - current), m + dt * (am * (1 - m) - bm * m), h + dt * (ah * (1 - h) - bh * h), n + dt * (an * (1 - n) - bn * n)
+        return (
+            v,
+            v + dt * (i - current),
+            m + dt * (am * (1 - m) - bm * m),
+            h + dt * (ah * (1 - h) - bh * h),
+            n + dt * (an * (1 - n) - bn * n),
+        )
 
     N, f64 = 33, torch.float64
     states = [torch.full((N,), value, dtype=f64) for value in (-65.0, 0.05, 0.6, 0.32)]
@@ -300,7 +306,9 @@ def test_izhikevich():
         s = (v >= 30.0).to(v.dtype)
         return s, torch.where(s > 0, c, v), u + d * s
 
-    values, _ = check(izhikevich, [torch.rand(100, 65) * 30], [torch.full((65,), -65.0), torch.full((65,), -13.0)], sequences=True, scale=100)
+    values, _ = check(
+        izhikevich, [torch.rand(100, 65) * 30], [torch.full((65,), -65.0), torch.full((65,), -13.0)], sequences=True, scale=100
+    )
     assert values["output 0"].any()
 
 
@@ -528,4 +536,11 @@ def test_random_cores(trees, T, seed):
     torch.manual_seed(seed)
     f64 = torch.float64
     states = [randn(3, 7, dtype=f64), randn(3, 7, dtype=f64)]
-    check(random_core, [randn(T, 3, 7, dtype=f64), randn(T, 3, 7, dtype=f64)], states, [scalar(0.75, f64), randn(7, dtype=f64)], sequences=True, scale=100)
+    check(
+        random_core,
+        [randn(T, 3, 7, dtype=f64), randn(T, 3, 7, dtype=f64)],
+        states,
+        [scalar(0.75, f64), randn(7, dtype=f64)],
+        sequences=True,
+        scale=100,
+    )

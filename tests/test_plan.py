@@ -26,7 +26,14 @@ def roles(arrays, kind=None):
 
 
 def test_chunk_length():
-    assert [chunk_length(1, 1), chunk_length(2, 1), chunk_length(1, 2), chunk_length(1, 3), chunk_length(1, 4), chunk_length(1, 40)] == [16, 16, 32, 64, 64, 64]
+    assert [chunk_length(1, 1), chunk_length(2, 1), chunk_length(1, 2), chunk_length(1, 3), chunk_length(1, 4), chunk_length(1, 40)] == [
+        16,
+        16,
+        32,
+        64,
+        64,
+        64,
+    ]
     assert chunk_length(1, 0) == 16
 
 

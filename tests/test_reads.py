@@ -228,7 +228,7 @@ def test_a_tensor_that_no_name_leads_to():
         kept = parameter(3)
         return iter([kept]), kept
 
-    source, kept = hidden()
+    _, kept = hidden()
     table = {id(kept): kept}
     opaque = types.MappingProxyType(table)
 
@@ -282,7 +282,9 @@ def test_functional_call(counts):
     got = torch.func.functional_call(net, swapped, (x, "cpp"))
     want = torch.func.functional_call(net, swapped, (x, "torch"))
     torch.testing.assert_close(got, want)
-    for a, b in zip(torch.autograd.grad(got.sum(), list(other.values())), torch.autograd.grad(want.sum(), list(other.values())), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(got.sum(), list(other.values())), torch.autograd.grad(want.sum(), list(other.values())), strict=True
+    ):
         torch.testing.assert_close(a, b)
     torch.testing.assert_close(net(x, "cpp"), net(x, "torch"))
     assert counts.programs == programs

@@ -26,7 +26,9 @@ f32, f64 = torch.float32, torch.float64
 # --- golden files -------------------------------------------------------------------------------------------------------------
 def lif_sources():
     sig = make_signature(lif, 1, 1, 2)
-    program = compiling.Program("cpp", lif, sig, [Meta((5,), f32), Meta((5,), f32), Meta((), f32), Meta((3, 1), f32)], torch.device("cpu"), {}, None)
+    program = compiling.Program(
+        "cpp", lif, sig, [Meta((5,), f32), Meta((5,), f32), Meta((), f32), Meta((3, 1), f32)], torch.device("cpu"), {}, None
+    )
     program.differentiate(lif, {})
     backward = program.backward_plan((f32,), tuple(r for r in program.vjp.graph.outputs if r[0] == "g"), ("gy0",))
     return {"lif_forward": program.forward_plan((f32,), True, False), "lif_backward": backward}

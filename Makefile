@@ -1,0 +1,63 @@
+# The developer's menu: `make` lists it. Needs python3 (3.11 or newer) with venv, make and a C++ compiler.
+# Every target sets up .venv from constraints.txt by itself, and again when constraints.txt or pyproject.toml change.
+#   PYTHON=python3.12         another interpreter (remove .venv first)
+#   TORCH_INDEX_URL=<url>     where to take PyTorch from: its CPU index, if the default one serves CUDA builds
+#   JOBS=2                    processes that run tests
+
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+READY := .venv/.ready
+BENCH_READY := .bench-venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-full lint format bench clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+: .*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# PyTorch first and pinned, so that nothing resolves another build of it; setuptools is pinned too, hence no isolation
+$(READY): constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==2.13.0
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[demo,test,lint]'
+	touch $@
+
+# the peers of the benchmarks live apart: what they pull in must not reach the tests
+$(BENCH_READY): benchmarks/requirements.txt benchmarks/setup.sh constraints.txt
+	PYTHON=$(PYTHON) PIP_CONSTRAINT=$(CURDIR)/constraints.txt sh benchmarks/setup.sh
+	touch $@
+
+# Threads that wait asleep: with more processes than cores, spinning ones would slow small kernels down tenfold
+test test-slow test-full: export OMP_WAIT_POLICY ?= passive
+
+demo: $(READY) ## train a spiking classifier, fused and eager timed: demo_output/metrics.json and digits.png
+	$(BIN)/python examples/digits.py --out demo_output
+
+test: $(READY) ## the tests that take minutes at most
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+
+test-slow: $(READY) ## the slow tests alone
+	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu"
+
+test-full: $(READY) ## the tests and the slow tests
+	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+lint: $(READY) ## style (ruff) and types (mypy)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## sort imports, lay out code, apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BENCH_READY) ## measure against the peers (minutes), results in benchmarks/results/
+	.bench-venv/bin/python benchmarks/run.py
+
+clean: ## remove .venv, .bench-venv and everything made
+	rm -rf .venv .bench-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
