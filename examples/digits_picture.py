@@ -36,7 +36,7 @@ def draw(done: dict, path: Path, fused_s: float, eager_s: float) -> None:
     with torch.no_grad():
         hidden = hidden_layer(fc1(spikes))
         output = output_layer(fc2(hidden))
-        tau = [-1.0 / torch.sigmoid(w).log() for w in (torch.linspace(0.0, 2.5, hidden.shape[-1]), hidden_layer.param_0)]
+        tau = [-1.0 / torch.sigmoid(w).log() for w in (torch.linspace(0.0, 2.5, hidden.shape[-1]), hidden_layer.params.w)]
     votes = output.sum(0)
     right = (votes.argmax(1) == labels).nonzero().flatten()
     sample = int(right[0]) if len(right) else 0

@@ -7,9 +7,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .errors import OperandCountError, ReturnCountError
-from .scan import look, run_core
+from .errors import BackendError, OperandCountError, ReturnCountError
+from .scan import BACKENDS, look, run_core
 from .signature import core_name, positional_names
+
+
+class _Tensors(nn.Module):
+    """Holds parameters, buffers and modules under names."""
+
+    def add(self, name: str, value: Tensor | nn.Module) -> None:
+        if isinstance(value, nn.Module):
+            self.add_module(name, value)
+        elif isinstance(value, nn.Parameter):
+            self.register_parameter(name, value)
+        else:
+            self.register_buffer(name, value)
 
 
 class FlexSN(nn.Module):
@@ -21,10 +33,10 @@ class FlexSN(nn.Module):
     Args:
         core: `core(*inputs_t, *states, *params) -> (*outputs_t, *new_states)`: any callable or `nn.Module`.
         num_inputs: number of input sequences; by default what the core's signature leaves after states and params.
-        num_states: number of states; needed unless `num_inputs` or `num_outputs` settles it.
+        num_states: number of states; needed unless `num_inputs` settles it.
         num_outputs: number of outputs; by default what the core returns before its states.
-        params: tensors passed to every step after the states. A `Parameter` becomes a parameter of this module, any other
-            tensor a buffer (`param_0`, ...).
+        params: tensors passed to every step after the states, registered by the name that the core gives them: a
+            `Parameter` `w` as parameter `params.w`, any other tensor as buffer `params.w`.
         example_inputs: one-step examples `[*inputs, *states]`; they are only counted.
         example_outputs: one-step examples of the outputs: at `T == 0` their shapes and dtypes are returned, and the core
             is not looked at.
@@ -63,12 +75,14 @@ class FlexSN(nn.Module):
         if step_mode not in ("m", "s"):
             raise ValueError(f'step_mode must be "m" (multi-step) or "s" (single-step), not {step_mode!r}')
         self.core = core
+        if backend not in BACKENDS:
+            raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
+        names = positional_names(core)[0][-len(params) :] if params else ()
+        self.param_names = names if len(names) == len(params) else tuple(f"param_{k}" for k in range(len(params)))
         self.num_params = len(params)
-        for k, param in enumerate(params):
-            if isinstance(param, nn.Parameter):
-                self.register_parameter(f"param_{k}", param)
-            else:
-                self.register_buffer(f"param_{k}", param)
+        self.params = _Tensors()
+        for name, param in zip(self.param_names, params, strict=True):
+            self.params.add(name, param)
         self.num_inputs, self.num_states = self._counts(num_inputs, num_states, num_outputs, example_inputs)
         self.num_outputs = num_outputs
         self.example_outputs = example_outputs
@@ -81,7 +95,7 @@ class FlexSN(nn.Module):
         self.step_mode, self.backend, self.store_state_seqs, self.strict = step_mode, backend, store_state_seqs, strict
         self.states: list[Tensor] | None = None
         self.state_seqs: list[Tensor] | None = None
-        self.captured: nn.Module | None = None
+        self.captured: _Tensors | None = None
         self._reads: Any = None
         self._names: dict[str, str] = {}  # path of a captured object -> its name in `captured`
         self._origin: dict[str, Any] = {}  # what the path led to when it was registered
@@ -122,13 +136,8 @@ class FlexSN(nn.Module):
                 name = self._names.setdefault(path, path.replace(".", "_"))
                 self._origin[path] = value
                 if self.captured is None:
-                    self.captured = nn.Module()
-                if isinstance(value, nn.Module):
-                    self.captured.add_module(name, value)
-                elif isinstance(value, nn.Parameter):
-                    self.captured.register_parameter(name, value)
-                else:
-                    self.captured.register_buffer(name, value)
+                    self.captured = _Tensors()
+                self.captured.add(name, value)
         return {path: getattr(self.captured, name) for path, name in self._names.items() if path in seen.objects}
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -143,7 +152,11 @@ class FlexSN(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the sequence(s); see the class for shapes."""
         if len(inputs) != self.num_inputs:
-            raise OperandCountError(f"needs {self.num_inputs} inputs but was given {len(inputs)}", core=core_name(self.core))
+            raise OperandCountError(
+                f"needs {self.num_inputs} inputs but was given {len(inputs)}", core=core_name(self.core),
+                hint=f"It was made with num_states={self.num_states} and {self.num_params} params; what is left of the core's arguments "
+                "are inputs. Tensors that go to every step unchanged are listed in `params=`.",
+            )  # fmt: skip
         replaced = self._look()
         states = self.init_states(self.num_states, self.step_mode, *inputs) if self.states is None else self.states
         if self.step_mode == "s":
@@ -156,7 +169,7 @@ class FlexSN(nn.Module):
                 t if flag or t is None else t.detach() for t, flag in zip((*inputs, *states), self.requires_grad_flags, strict=True)
             ]
             inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]
-        params = tuple(getattr(self, f"param_{k}") for k in range(self.num_params))
+        params = tuple(getattr(self.params, name) for name in self.param_names)
         finals, sequences, outputs = run_core(
             self.core, self._reads, replaced, inputs, tuple(states), params, backend=self.backend, strict=self.strict,
             sequences=self.store_state_seqs, num_outputs=self.num_outputs,

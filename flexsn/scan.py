@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 import warnings
 import weakref
@@ -19,6 +20,7 @@ from .compile import program_for
 from .eager import eager_loop
 from .errors import BackendError, BackendUnavailableError, CannotFuseError, FallbackWarning, FlexSNError
 from .reads import Reads
+from .record import INTERNAL
 from .signature import Signature, check_operands, core_name, make_signature
 
 BACKENDS = ("auto", "torch", "cpp")
@@ -95,7 +97,15 @@ def _warn_once(error: FlexSNError) -> None:
     text = str(error)
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(f"flexsn runs the eager loop: {text}", FallbackWarning, stacklevel=4)
+        warnings.warn(f"flexsn runs the eager loop: {text}", FallbackWarning, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """How many frames up the first one outside flexsn and PyTorch is."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(INTERNAL):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 _looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()

@@ -118,7 +118,10 @@ def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, 
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
         listed = ", ".join(f"`{n}` {list(s)}" for n, s in zip(sig.names, shapes, strict=False))
-        raise ShapeMismatchError(f"one-step shapes do not broadcast: {listed}", core=sig.core) from None
+        raise ShapeMismatchError(
+            f"one-step shapes do not broadcast: {listed}", core=sig.core,
+            hint="States carried over from a call of another shape need `reset()` first." if sig.num_states else None,
+        ) from None  # fmt: skip
 
 
 def check_returns(sig: Signature, returned, num_outputs: int | None) -> tuple[Tensor, ...]:

@@ -37,7 +37,7 @@ def test_fused_and_eager_training_have_the_same_loss_curve(digits, seed):
     assert fused["accuracies"] == eager["accuracies"]
     # the loss sees spike counts only; the weights show every gradient
     weights, expected = fused["net"].state_dict(), eager["net"].state_dict()
-    assert weights.keys() == expected.keys() and any("param_0" in name for name in weights)
+    assert weights.keys() == expected.keys() and any("params.w" in name for name in weights)
     for name, weight in expected.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
 

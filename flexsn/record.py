@@ -1,0 +1,456 @@
+"""The dispatch mode that writes down what a core does, op by op, and refuses what a replay would get wrong."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _compat
+from .decompose import decomposition
+from .errors import (
+    CapturedMutationError,
+    CapturedTensorError,
+    ControlFlowError,
+    CoreError,
+    DeviceMismatchError,
+    FlexSNError,
+    InPlaceError,
+    NotElementwiseError,
+    OperandMutationError,
+    ParamGradientError,
+    RandomOpError,
+    ScalarReadError,
+    UnsupportedDtypeError,
+    UnsupportedOpError,
+)
+from .lower import RULES
+from .signature import DTYPES, Signature
+
+aten = torch.ops.aten
+
+# Uniform tensors: no operand data flows into them, so they are numbers in the kernel.
+_UNIFORM: dict[str, Callable[[tuple, dict], Any]] = {
+    "aten::zeros": lambda a, k: 0, "aten::zeros_like": lambda a, k: 0, "aten::new_zeros": lambda a, k: 0,
+    "aten::ones": lambda a, k: 1, "aten::ones_like": lambda a, k: 1, "aten::new_ones": lambda a, k: 1,
+    "aten::full": lambda a, k: a[1], "aten::full_like": lambda a, k: a[1], "aten::new_full": lambda a, k: a[2],
+    "aten::scalar_tensor": lambda a, k: a[0], "aten::empty_like": lambda a, k: 0, "aten::_efficientzerotensor": lambda a, k: 0,
+}  # fmt: skip
+
+# Linear in their non-static arguments: on the way from a sum over neurons to the gradient of a param only these may
+# follow, because the kernel sums the cotangent over time first. The number: how many arguments may be non-static.
+_LINEAR: dict[str, int] = {
+    "aten::sum": 1, "aten::view": 1, "aten::_unsafe_view": 1, "aten::reshape": 1, "aten::expand": 1, "aten::permute": 1,
+    "aten::t": 1, "aten::transpose": 1, "aten::squeeze": 1, "aten::unsqueeze": 1, "aten::mm": 1, "aten::bmm": 1,
+    "aten::mv": 1, "aten::dot": 1, "aten::mul": 1, "aten::div": 1, "aten::neg": 1, "aten::clone": 1, "aten::_to_copy": 1,
+    "aten::add": 2, "aten::sub": 2, "aten::where": 2, "aten::select": 1, "aten::slice": 1, "aten::select_backward": 1,
+    "aten::slice_backward": 1, "aten::mean": 1, "aten::diagonal": 1, "aten::flip": 1, "aten::masked_fill": 1,
+    "aten::cat": 9, "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
+}  # fmt: skip
+
+# Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
+_LAYOUT = {
+    "aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::lift_fresh",
+    "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
+}  # fmt: skip
+
+_VALUE_READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__"}
+_CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
+
+
+def run_core(core: Callable, operands: list[Tensor]) -> Any:  # a frame of its own: where the user's frames begin
+    return core(*operands)
+
+
+class ValueReads(TorchFunctionMode):
+    """Catches what never reaches the dispatcher: `.tolist()`, `.numpy()`, and tells `if t:` from `.item()`."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _VALUE_READS and args and isinstance(args[0], Tensor):
+            self.recorder.refuse_read(name, args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self, sig: Signature, fake: Any, device: torch.device, captured: dict[str, Tensor], vjp: bool):
+        super().__init__()
+        self.device = device
+        self.sig, self.fake, self.vjp = sig, fake, vjp
+        self.graph = fx.Graph()
+        self.tracked: dict[int, tuple[Tensor, fx.Node]] = {}  # the tensor is kept so that its id stays its own
+        self.real: dict[int, tuple[Tensor, str]] = {}
+        for path, tensor in captured.items():
+            self.real.setdefault(id(tensor), (tensor, path))
+        self.captured_nodes: dict[str, fx.Node] = {}
+        self.captured_tensors: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.operand_names: dict[fx.Node, str] = {}
+        self.error: FlexSNError | None = None
+        self.user_op: Any = None  # the op the user wrote, while it is being decomposed
+        self.user_line: str | None = None
+        self.in_backward = False
+
+    # --- tensors and nodes ------------------------------------------------------------------------------------------
+    def placeholder(self, fake: Tensor, name: str, kind: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta.update(kind=kind, val=fake.detach(), role=name)
+        self.tracked[id(fake)] = (fake, node)
+        self.operand_names[node] = name
+        return node
+
+    def node_of(self, tensor: Tensor) -> fx.Node:
+        """The node of a tensor; a real tensor met for the first time becomes an extra, static operand."""
+        if id(tensor) in self.tracked:
+            return self.tracked[id(tensor)][1]
+        if isinstance(tensor, _compat.FakeTensor):
+            raise FlexSNError(
+                "uses a tensor left over from another run of the core", core=self.sig.core, line=self.line(),
+                hint="A core must not keep tensors between steps except by returning them as states.",
+            )  # fmt: skip
+        _, path = self.real.get(id(tensor), (tensor, None))
+        if path is None:
+            return self.unnamed(tensor)
+        if tensor.dtype not in DTYPES:
+            raise UnsupportedDtypeError(f"captured tensor `{path}` has dtype {tensor.dtype}", core=self.sig.core, line=self.line())
+        if tensor.device != self.device and tensor.dim():
+            raise DeviceMismatchError(
+                f"captured tensor `{path}` is on {tensor.device} but the operands are on {self.device}",
+                core=self.sig.core,
+                line=self.line(),
+            )
+        with self.fake:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        node = self.graph.placeholder("captured_" + re.sub(r"\W", "_", path))
+        node.meta.update(kind="static", val=fake, role=path)
+        self.tracked[id(tensor)] = (tensor, node)
+        self.captured_nodes[path] = node
+        self.captured_tensors[path] = tensor
+        return node
+
+    def unnamed(self, tensor: Tensor) -> fx.Node:
+        """A tensor that the core reached by no path that can be read again: bound as the object that it is."""
+        if tensor.requires_grad:
+            raise CapturedTensorError(
+                "uses a tensor that requires grad and that flexsn cannot find again by name", core=self.sig.core, line=self.line(),
+                hint="Pass it in `params`, or keep it in a closure variable, a global, or a module attribute.",
+            )  # fmt: skip
+        node = self.constant(tensor)
+        self.tracked[id(tensor)] = (tensor, node)
+        return node
+
+    def constant(self, tensor: Tensor) -> fx.Node:
+        """A tensor made inside the core from Python values."""
+        name = f"constant_{len(self.constants)}"
+        with self.fake:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel() == 1 and tensor.dim() == 0 and not tensor.is_complex() and id(tensor) not in self.tracked:
+            with _compat.disable_modes():
+                value = tensor.item()
+            return self.uniform(fake, value)
+        node = self.graph.placeholder(name)
+        node.meta.update(kind="static", val=fake, role=name)
+        self.constants[name] = tensor
+        return node
+
+    def uniform(self, val: Tensor, value: Any, kind: str = "static") -> fx.Node:
+        """A tensor of one value: a number in the kernel. `step` if its shape is that of a step tensor."""
+        kwargs: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
+        node = self.graph.create_node("call_function", aten.full.default, (list(val.shape), value), kwargs)
+        node.meta.update(kind=kind, val=val, uniform=value, line=self.line())
+        return node
+
+    def line(self) -> str | None:
+        """`file:number: text` of the user's statement that is being executed."""
+        if self.user_line is not None:
+            return self.user_line
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if frame.f_code is run_core.__code__:
+                return None
+            if not name.startswith(INTERNAL):
+                text = linecache.getline(name, frame.f_lineno).strip()
+                return f"{name}:{frame.f_lineno}" + (f": {text}" if text else "")
+            frame = frame.f_back
+        return None
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
+    def refuse_read(self, how: str, tensor: Tensor) -> None:
+        node = self.node_of(tensor)
+        what = "a time-dependent tensor" if node.meta["kind"] == "step" else f"tensor `{node.meta.get('role', node.name)}`"
+        if "uniform" in node.meta:
+            return
+        if how in _CONTROL_FLOW:
+            raise ControlFlowError(
+                f"Python control flow depends on the value of {what}", core=self.sig.core, line=self.line(),
+                hint="Use `torch.where(condition, a, b)`, which decides neuron by neuron.",
+            )  # fmt: skip
+        call = how.removeprefix("aten::")
+        raise ScalarReadError(
+            f"`{call}` reads the value of {what} into Python, where it would be frozen into the kernel", core=self.sig.core,
+            line=self.line(), hint="Keep it a tensor: 0-dimensional tensors broadcast like numbers.",
+        )  # fmt: skip
+
+    def refuse_random(self, func: Any) -> None:
+        raise RandomOpError(
+            f"draws random numbers (`{_name(func)}`)", core=self.sig.core, line=self.line(),
+            hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",
+        )  # fmt: skip
+
+    def poison(self, func: Any) -> None:
+        """Remember that `func` mixes neurons; raised after the core ran, so that a later `if` can be named instead."""
+        op = self.user_op or func
+        if torch.Tag.pointwise in op.tags:
+            error: FlexSNError = UnsupportedOpError(f"`{_name(op)}` has no rule in the closed op set", core=self.sig.core, line=self.line())
+        else:
+            error = NotElementwiseError(
+                f"`{_name(op)}` is not elementwise, but its operand depends on time", core=self.sig.core, line=self.line(),
+                hint="A kernel handles each neuron by itself: do this outside the core, or on params only.",
+            )  # fmt: skip
+        if self.in_backward:
+            raise error
+        self.error = self.error or error
+
+    # --- the dispatcher calls here for every op -----------------------------------------------------------------------
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if func.namespace == "prim" or name in _METADATA:
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse_random(func)
+        if name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
+            self.refuse_read("item" if name != "aten::is_nonzero" else name, args[0])
+            with _compat.disable_modes():
+                return self.tracked[id(args[0])][1].meta["uniform"]
+        if name in ("aten::lift_fresh", "aten::lift_fresh_copy") and not isinstance(args[0], _compat.FakeTensor):
+            node = self.constant(args[0])
+            return self.track(node.meta["val"], node)
+        if func._schema.is_mutable:
+            return self.in_place(func, args, kwargs)
+        nodes = [self.node_of(a) for a in _tensors((args, kwargs))]
+        return self.record(func, args, kwargs, nodes)
+
+    def record(self, func, args, kwargs, nodes: list[fx.Node]):
+        name = func._schema.name
+        kinds = {n.meta["kind"] for n in nodes}
+        if name in _UNIFORM:
+            val = self.evaluate(func, args, kwargs)
+            value = _UNIFORM[name](args, kwargs)
+            if isinstance(value, (int, float, bool)):
+                return self.track(val, self.uniform(val, value, "step" if "step" in kinds else "static"))
+        if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:  # what factory functions end with
+            val = self.evaluate(func, args, kwargs)
+            return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"]))
+        if not kinds or kinds == {"static"}:
+            return self.add(func, args, kwargs, "static", nodes)
+        if "reduced" in kinds:
+            return self.reduced(func, args, kwargs, nodes)
+        if (name in _LAYOUT or name == "aten::sum") and len(nodes) == 1:
+            val, whole = self.evaluate(func, args, kwargs), nodes[0].meta["val"]
+            if val.shape == whole.shape and val.dtype == whole.dtype:  # a sum of one element too
+                return self.track(val, nodes[0])
+        if func in RULES:
+            return self.add(func, args, kwargs, "step", nodes)
+        if self.in_backward and name in _LINEAR:
+            return self.reduced(func, args, kwargs, nodes)
+        decomposed = self.decompose(func, args, kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
+        self.poison(func)
+        return self.add(func, args, kwargs, "step", nodes)
+
+    def reduced(self, func, args, kwargs, nodes: list[fx.Node]):
+        """A sum over neurons in the backward of a param, or a linear function of one."""
+        name, limit = func._schema.name, _LINEAR.get(func._schema.name, 0)
+        moving = [n for n in nodes if n.meta["kind"] != "static"]
+        if not limit:
+            decomposed = self.decompose(func, args, kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        condition = name in ("aten::where", "aten::masked_fill") and nodes[name == "aten::masked_fill"] in moving
+        denominator = name == "aten::div" and nodes[0] not in moving
+        addends = {"aten::add": args[:2], "aten::sub": args[:2], "aten::cat": (args[:1] or ((),))[0], "aten::where": args[1:3],
+                   "aten::masked_fill": args[2:3]}.get(name, ())  # fmt: skip
+        affine = any(not self.moves_or_vanishes(a) for a in addends)
+        if len(moving) > limit or affine or denominator or condition:
+            raise ParamGradientError(
+                f"the gradient of a param applies `{_name(self.user_op or func)}` to the summed cotangent, which is not linear",
+                core=self.sig.core, line=self.line(),
+            )  # fmt: skip
+        return self.add(func, args, kwargs, "reduced", nodes)
+
+    def moves_or_vanishes(self, addend: Any) -> bool:
+        """Whether an addend is itself summed over time, or zero; any other constant would be added T times too few."""
+        if not isinstance(addend, Tensor):
+            return addend == 0
+        node = self.node_of(addend)
+        return node.meta["kind"] != "static" or node.meta.get("uniform") == 0
+
+    def decompose(self, func, args, kwargs):
+        rule = decomposition(func)
+        if rule is None:
+            return NotImplemented
+        outer = self.user_op
+        if outer is None:
+            self.user_op, self.user_line = func, self.line()
+        try:
+            with self:
+                return rule(*args, **kwargs)
+        finally:
+            if outer is None:
+                self.user_op, self.user_line = None, None
+
+    def in_place(self, func, args, kwargs):
+        """`h.mul_(2)` on a tensor that the core made: the functional op, and the tensor now stands for its result."""
+        target = args[0] if args else None
+        if "out" in kwargs or not isinstance(target, Tensor) or not func._schema.arguments[0].is_write:
+            raise InPlaceError(f"`{_name(func)}` writes into an argument", core=self.sig.core, line=self.line())
+        node = self.node_of(target)
+        if node in self.operand_names:
+            raise OperandMutationError(
+                f"`{_name(func)}` writes into operand `{self.operand_names[node]}` in place", core=self.sig.core, line=self.line(),
+                hint="Write `v = v + x`, not `v += x`.",
+            )  # fmt: skip
+        if id(target) in self.real or node in self.captured_nodes.values():
+            raise CapturedMutationError(
+                f"`{_name(func)}` writes into captured tensor `{node.meta['role']}`", core=self.sig.core, line=self.line(),
+                hint="What changes from step to step is a state: take it as an argument and return its new value.",
+            )  # fmt: skip
+        shared = sum(n is node for _, n in self.tracked.values()) > 1
+        if target._is_view() or (shared and not self.vjp):
+            raise InPlaceError(
+                f"`{_name(func)}` writes into a tensor that has views", core=self.sig.core, line=self.line(),
+                hint="Use the form without the underscore.",
+            )  # fmt: skip
+        functional = _compat.functional_overload(func)
+        if functional is None:
+            raise InPlaceError(f"`{_name(func)}` has no functional form", core=self.sig.core, line=self.line())
+        known = set(self.tracked)
+        with self:
+            result = functional(*args, **kwargs)
+            if result.dtype != target.dtype:
+                result = aten._to_copy.default(result, dtype=target.dtype)
+            if result.shape != target.shape:
+                raise InPlaceError(f"`{_name(func)}` changes the shape of its target", core=self.sig.core, line=self.line())
+        self.tracked[id(target)] = (target, self.tracked[id(result)][1])
+        if id(result) not in known:
+            del self.tracked[id(result)]  # nobody else holds it: it is no view of the target
+        return target
+
+    def add(self, func, args, kwargs, kind: str, nodes: list[fx.Node]):
+        val = self.evaluate(func, args, kwargs)
+        if isinstance(val, Tensor) and any(val is a for a in _tensors((args, kwargs))):
+            return val
+        node = self.graph.create_node("call_function", func, _map(args, self.node_of), _map(kwargs, self.node_of))
+        node.meta.update(kind=kind, val=val, line=self.line())
+        if isinstance(val, (tuple, list)):
+            for i, part in enumerate(val):
+                if isinstance(part, Tensor):
+                    item = self.graph.create_node("call_function", _getitem, (node, i))
+                    item.meta.update(kind=kind, val=part, line=node.meta["line"])
+                    self.track(part, item)
+            return val
+        return self.track(val, node)
+
+    def track(self, val: Any, node: fx.Node):
+        if isinstance(val, Tensor):
+            self.tracked[id(val)] = (val, node)
+        return val
+
+    def evaluate(self, func, args, kwargs):
+        fakes = _map((args, kwargs), lambda t: t if isinstance(t, _compat.FakeTensor) else self.node_of(t).meta["val"])
+        try:
+            return func(*fakes[0], **fakes[1])
+        except _compat.DYNAMIC_SHAPE_ERRORS:
+            raise NotElementwiseError(
+                f"the shape of `{_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line()
+            ) from None
+        except RuntimeError as error:  # what eager would say too: shapes that do not broadcast, dtypes that do not mix
+            raise CoreError(f"`{_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
+
+    # --- the VJP ------------------------------------------------------------------------------------------------------
+    def differentiate(self, values: Sequence[Tensor], operands: list[Tensor], cotangents: list[fx.Node | None]) -> list[fx.Node | None]:
+        sources = list(operands) + list(self.captured_tensors.values())
+        wanted = [t for t in sources if t.requires_grad]
+        given = {}
+        for i, value in enumerate(values):
+            if value.requires_grad:
+                given[i] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                cotangents[i] = self.placeholder(given[i], f"grad_{i}", "step")
+        if not given or not wanted:
+            return [None] * len(sources)
+        self.in_backward = True
+        with self:
+            found = iter(self.gradients(values, wanted, given, cotangents))
+        per_source = [next(found) if t.requires_grad else None for t in sources]
+        return [None if g is None else self.node_of(g) for g in per_source]
+
+    def gradients(self, values, wanted: list[Tensor], given: dict[int, Tensor], cotangents: list[fx.Node | None]):
+        """As autograd gives them; a return whose derivative PyTorch lacks counts as not differentiable."""
+
+        def grad(roots: list[int]):
+            outs, cots = [values[i] for i in roots], [given[i] for i in roots]
+            return torch.autograd.grad(outs, wanted, cots, allow_unused=True, retain_graph=True) if roots else [None] * len(wanted)
+
+        def lacks_derivative(roots: list[int]) -> bool:
+            try:
+                grad(roots)
+            except RuntimeError as error:
+                if isinstance(error, FlexSNError) or "is not implemented" not in str(error):
+                    raise
+                return True
+            return False
+
+        if lacks_derivative(list(given)):
+            for i in [i for i in given if lacks_derivative([i])]:
+                del given[i]
+                cotangents[i] = None
+        return grad(list(given))
+
+
+_METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",
+             "aten::sym_numel", "aten::dim", "aten::storage_offset", "aten::is_pinned"}  # fmt: skip
+INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+
+
+def _getitem(value, index):
+    return value[index]
+
+
+def _name(func: Any) -> str:
+    return str(func).removeprefix("aten.").rpartition(".")[0] or str(func)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        yield from itertools.chain.from_iterable(map(_tensors, tree))
+    elif isinstance(tree, dict):
+        yield from itertools.chain.from_iterable(map(_tensors, tree.values()))
+
+
+def _map(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_map(x, fn) for x in tree)
+    if isinstance(tree, dict):
+        return {k: _map(v, fn) for k, v in tree.items()}
+    return tree
