@@ -80,7 +80,7 @@ class FlexSN(nn.Module):
         names = positional_names(core)[0][-len(params) :] if params else ()
         self.param_names = names if len(names) == len(params) else tuple(f"param_{k}" for k in range(len(params)))
         self.num_params = len(params)
-        self.params = _Tensors()
+        self.params: Any = _Tensors() if params else None
         for name, param in zip(self.param_names, params, strict=True):
             self.params.add(name, param)
         self.num_inputs, self.num_states = self._counts(num_inputs, num_states, num_outputs, example_inputs)

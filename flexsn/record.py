@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
-            if frame.f_code is run_core.__code__:
+            if frame.f_code in (run_core.__code__, Recorder.differentiate.__code__):
                 return None
             if not name.startswith(INTERNAL):
                 text = linecache.getline(name, frame.f_lineno).strip()

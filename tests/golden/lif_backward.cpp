@@ -35,7 +35,7 @@ static inline void vjp(int64_t n, const float* __restrict x0_row, const float* _
     const float t4 = h - v_th;  // cores.py:17: s = surrogate.atan(h - v_th)
     const float s = flexsn::convert<float>((t4 >= 0.0f));
     const float t7 = 1.0f - s;  // cores.py:18: return s, h * (1.0 - s)
-    const float t13 = t4 * 3.1415927410125732f;  // test_render_cpp.py:32: program.differentiate(lif, {})
+    const float t13 = t4 * 3.1415927410125732f;
     const float t17 = (grad_0 - (grad_1 * h)) * (1.0f / ((t13 * t13) + 1.0f));
     const float t18 = -t17;
     const float t19 = (grad_1 * t7) + t17;
