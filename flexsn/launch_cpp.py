@@ -29,9 +29,10 @@ from .plan import Plan
 
 HEADERS = Path(__file__).parent / "cpp"
 _TORCH = Path(torch.__file__).parent
+# Exact: no contraction, wrapping integers. Vectorised: no pass may turn a select back into a branch (sink, thread-jumps).
 _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno",
-    "-fno-trapping-math", "-fwrapv", "-fno-tree-sink", "-mprefer-vector-width=512", "-w",
+    "-fno-trapping-math", "-fwrapv", "-fno-tree-sink", "-fno-thread-jumps", "-mprefer-vector-width=512", "-w",
 )  # fmt: skip
 # Bytes of one core's cache that a tile may fill, and the most neurons. Forward streams: long rows are best. Backward
 # walks K steps twice: what it recomputes should stay near.

@@ -80,9 +80,9 @@ class FlexSN(nn.Module):
         names = positional_names(core)[0][-len(params) :] if params else ()
         self.param_names = names if len(names) == len(params) else tuple(f"param_{k}" for k in range(len(params)))
         self.num_params = len(params)
-        self.params: Any = _Tensors() if params else None
+        self.params = _Tensors() if params else None
         for name, param in zip(self.param_names, params, strict=True):
-            self.params.add(name, param)
+            self.params.add(name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
         self.num_inputs, self.num_states = self._counts(num_inputs, num_states, num_outputs, example_inputs)
         self.num_outputs = num_outputs
         self.example_outputs = example_outputs
@@ -135,8 +135,7 @@ class FlexSN(nn.Module):
                     continue
                 name = self._names.setdefault(path, path.replace(".", "_"))
                 self._origin[path] = value
-                if self.captured is None:
-                    self.captured = _Tensors()
+                self.captured = self.captured or _Tensors()
                 self.captured.add(name, value)
         return {path: getattr(self.captured, name) for path, name in self._names.items() if path in seen.objects}
 
