@@ -34,9 +34,9 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno",
     "-fno-trapping-math", "-fwrapv", "-fno-tree-sink", "-fno-thread-jumps", "-mprefer-vector-width=512", "-w",
 )  # fmt: skip
-# Bytes of one core's cache that a tile may fill, and the most neurons. Forward streams: long rows are best. Backward
-# walks K steps twice: what it recomputes should stay near.
-_TILE = {"forward": (256 * 1024, 32768), "backward": (96 * 1024, 8192)}
+# Bytes of one core's cache that a tile may fill, and the most neurons. Backward walks K steps twice: what it recomputes
+# should stay near. Forward streams: from memory (calls larger than the last-level cache) long rows are best.
+_TILE = {"forward": (256 * 1024, 4096), "streamed": (256 * 1024, 32768), "backward": (72 * 1024, 8192)}
 _GRAIN = 32768  # neuron-steps that are worth a thread
 _lock = threading.Lock()
 _kernels: dict[str, Kernel] = {}
@@ -59,15 +59,17 @@ class Kernel:
             return
         threads = max(1, min(num_threads(), T * N // _GRAIN))
         pointers = self._pointers(*[None if a is None else a.data_ptr() for a in arrays])
-        large = T * N * self._step_bytes > _cache_bytes() // 2
-        if self._run(pointers, self._dims(*dims), T, N, tile_length(self.plan, N, threads), threads, large):
+        size, backward = T * N * self._step_bytes, self.plan.direction == "backward"
+        large = size > _cache_bytes() // (2 if backward else 1)
+        tile = tile_length(self.plan, N, threads, large)
+        if self._run(pointers, self._dims(*dims), T, N, tile, threads, large):
             raise MemoryError("flexsn: no memory for the scratch rows of a tile")
 
 
-def tile_length(plan: Plan, N: int, threads: int) -> int:
+def tile_length(plan: Plan, N: int, threads: int, large: bool = False) -> int:
     """Neurons per tile: as many as fit in cache, in full vectors, the same number of tiles for every thread."""
-    budget, limit = _TILE[plan.direction]
-    most = max(256, min(budget // max(1, plan.tile_bytes), limit))
+    budget, limit = _TILE["streamed" if large and plan.direction == "forward" else plan.direction]
+    most = max(256, min(budget // max(1, plan.tile_bytes), limit) // 64 * 64)
     tiles = -(-N // most)
     tiles = -(-tiles // threads) * threads
     return max(64, (-(-N // tiles) + 63) // 64 * 64)
