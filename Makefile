@@ -56,7 +56,7 @@ format: $(READY) ## sort imports, lay out code, apply safe fixes
 	$(BIN)/ruff format .
 
 bench: $(BENCH_READY) ## measure against the peers (minutes), results in benchmarks/results/
-	.bench-venv/bin/python benchmarks/run.py
+	.bench-venv/bin/python benchmarks/run.py --float64-gate
 
 clean: ## remove .venv, .bench-venv and everything made
 	rm -rf .venv .bench-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -16,7 +16,10 @@ from torch._subclasses.fake_tensor import (  # 2.11, 2.13
 )
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 
-__all__ = ["DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "decomposition_table", "disable_modes", "functional_overload", "quiet"]
+__all__ = [
+    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "decomposition_table", "disable_modes", "forward_ad_level",
+    "functional_overload", "has_tangent", "quiet",
+]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
 
@@ -45,3 +48,12 @@ def functional_overload(func: Any) -> Any | None:
     base = func._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, base.removesuffix("_"), None) if base.endswith("_") else None
     return getattr(packet, func._overloadname, None) if packet is not None else None
+
+
+def forward_ad_level() -> int:
+    """-1 outside of `torch.autograd.forward_ad.dual_level()`."""
+    return torch.autograd.forward_ad._current_level  # 2.11, 2.13
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None

@@ -13,7 +13,8 @@ flow on values, writes into operands or captured tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +26,6 @@ from .errors import (
 )
 from .record import Recorder, ValueReads, run_core
 from .signature import DTYPES, Signature, check_returns
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,18 @@ class Trace:
         return "\n".join(lines) + f"\n{self.returns} {self.grads} {self.cotangents}"
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No hooks or checks of the caller's autograd see the trace: saved-tensor hooks, anomaly mode."""
+    anomaly = torch.is_anomaly_enabled()
+    torch.autograd.set_detect_anomaly(False)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            yield
+    finally:
+        torch.autograd.set_detect_anomaly(anomaly, torch.is_anomaly_check_nan_enabled())
+
+
 def trace(
     core: Callable, sig: Signature, metas: Sequence[Meta], device: torch.device, captured: dict[str, Tensor], *, vjp: bool,
     num_outputs: int | None = None,
@@ -82,7 +93,7 @@ def trace(
     """
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(sig, fake, device, captured, vjp)
-    with _compat.quiet(), fake, torch.set_grad_enabled(vjp):
+    with _compat.quiet(), _undisturbed(), fake, torch.set_grad_enabled(vjp):
         operands = []
         for i, meta in enumerate(metas):
             static = i >= sig.num_inputs + sig.num_states

@@ -7,10 +7,12 @@ cotangents into gradients of params is the `epilogue`; both are ATen graphs that
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, fx
 
 from . import launch_cpp, plan, render_cpp
 from .capture import Meta, Trace, trace
-from .errors import CannotFuseError, CoreError, StateMismatchError, UnsupportedOpError
+from .errors import CannotFuseError, CoreError, RandomOpError, SideEffectError, StateMismatchError, UnsupportedOpError
 from .graph import HALF, Graph
 from .lower import lower
 from .reads import Reads
@@ -64,6 +66,7 @@ class Program:
         self.prologue = _static_module(self.forward_trace, params, {})
         self.chunk = plan.chunk_length(sig.num_inputs, sig.num_states)
         self.vjp: Vjp | None = None
+        self.kept: list[object] = []  # objects that the cache key names by id()
         self.storage = self._storage()
 
     # --- capture ----------------------------------------------------------------------------------------------------
@@ -315,7 +318,7 @@ def program_for(
         captured: captured tensors by path.
     """
     statics = tuple((path, tuple(t.shape), t.dtype, t.requires_grad) for path, t in captured.items())
-    base = (backend, reads.fingerprint, sig, num_outputs, device, statics)
+    base = (backend, reads.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype())
     exact = (*base, tuple(metas))
     with _lock:
         if exact in _exact:
@@ -333,7 +336,9 @@ def program_for(
                 break
         else:
             try:
-                program = Program(backend, core, sig, metas, device, captured, num_outputs)
+                with _no_side_effects(reads, sig):
+                    program = Program(backend, core, sig, metas, device, captured, num_outputs)
+                program.kept = reads.opaque
             except CannotFuseError as error:
                 _refused[exact] = error.with_traceback(None)
                 raise
@@ -345,6 +350,25 @@ def program_for(
             while len(cache) > _CACHE_SIZE:
                 cache.popitem(last=False)
         return program, shapes
+
+
+@contextlib.contextmanager
+def _no_side_effects(reads: Reads, sig: Signature) -> Iterator[None]:
+    """Refuse a core that writes to what it reads, and undo what its traces wrote."""
+    held, rng = reads.held(), random.getstate()
+    try:
+        yield
+    finally:
+        changed = reads.restore(held)
+        drawn = random.getstate() != rng
+        random.setstate(rng)
+    if changed:
+        raise SideEffectError(
+            f"changes `{changed.removeprefix('core.')}` while it runs", core=sig.core,
+            hint="What changes from step to step is a state: take it as an argument and return its new value.",
+        )  # fmt: skip
+    if drawn:
+        raise RandomOpError("draws random numbers from Python's `random`", core=sig.core)
 
 
 def _pattern(meta: Meta | None) -> tuple | None:

@@ -28,6 +28,7 @@ def eager_loop(
     half = any(t is not None and t.dtype in HALF for t in (*inputs, *states, *params))
     dtypes = _result_dtypes(core, sig, inputs, states, params) if half else None
     params = [upcast(p) for p in params]
+    run = _carrying_float32(core, sig) if half else core
     T = inputs[0].shape[0]
     watched = [(n, t, t._version) for n, t in zip(sig.names, (*inputs, *states), strict=False) if t is not None and not t.is_inference()]
     slices = zip(*(upcast(x).unbind(0) for x in inputs), strict=True) if T else [[upcast(x).new_zeros(x.shape[1:]) for x in inputs]]
@@ -35,9 +36,9 @@ def eager_loop(
     outputs, trail = [], []
     for step in slices:
         if current is None:
-            returned, current = _first_step(core, sig, step, [None if v is None else upcast(v) for v in states], params, num_outputs)
+            returned, current = _first_step(run, sig, step, [None if v is None else upcast(v) for v in states], params, num_outputs)
         else:
-            returned = check_returns(sig, core(*step, *current, *params), num_outputs)
+            returned = check_returns(sig, run(*step, *current, *params), num_outputs)
         before, current = current, list(returned[len(returned) - sig.num_states :])
         _check_states(sig, before, current)
         _check_unwritten(sig, watched)
@@ -55,6 +56,17 @@ def eager_loop(
         current = [v.to(d) for v, d in zip(current, dtypes[outs:], strict=True)]
         stacked_states = [v.to(d) for v, d in zip(stacked_states, dtypes[outs:], strict=False)]
     return stacked, current, stacked_states
+
+
+def _carrying_float32(core: Callable, sig: Signature) -> Callable:
+    """The core, with 16-bit states carried on in float32 as every kernel does."""
+
+    def run(*operands: Tensor) -> tuple[Tensor, ...]:
+        returned = check_returns(sig, core(*operands), None)
+        outs = len(returned) - sig.num_states
+        return (*returned[:outs], *map(upcast, returned[outs:]))
+
+    return run
 
 
 def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Tensor, ...], list[Tensor]]:

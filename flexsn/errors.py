@@ -80,6 +80,10 @@ class CoreError(FlexSNError, RuntimeError):
     """PyTorch refuses an op inside the core (shapes that do not broadcast, dtypes that do not mix)."""
 
 
+class DoubleBackwardError(FlexSNError, RuntimeError):
+    """A second derivative through a fused call (`create_graph=True`)."""
+
+
 class UnsupportedDtypeError(FlexSNError, TypeError):
     """An operand or intermediate has a dtype that flexsn does not handle (complex, quantised, ...)."""
 
@@ -117,6 +121,14 @@ class CapturedTensorError(CannotFuseError):
     """The core uses a tensor that requires grad and that no closure, global or attribute leads to."""
 
 
+class SideEffectError(CannotFuseError):
+    """The core changes Python values that it reads (`self.t += 1`, `self.v = v`): a kernel would do it once, not at every step."""
+
+
+class ForwardModeError(CannotFuseError):
+    """Forward-mode AD: the fused operator has no JVP."""
+
+
 class InPlaceError(CannotFuseError):
     """An in-place write whose aliases cannot be followed."""
 
@@ -131,7 +143,7 @@ class BackendError(FlexSNError, ValueError):
 
 
 class BackendUnavailableError(FlexSNError, RuntimeError):
-    """The backend exists but cannot run here (no compiler, no triton)."""
+    """The backend exists but cannot run here (no compiler)."""
 
 
 class BuildError(FlexSNError, RuntimeError):

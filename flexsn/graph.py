@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import FlexSNError
+from .errors import CoreError, FlexSNError
 from .opset import OPS
 
+_OF_INTEGERS = frozenset({"and", "or", "xor", "invert", "shift_left", "shift_right"})
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -201,6 +202,9 @@ def verify(graph: Graph) -> None:
             "select": kinds[0] == torch.bool and set(kinds[1:]) == {node.dtype},
             "convert": True,
         }[op.result]  # fmt: skip
+        floating = node.args[0].dtype.is_floating_point if node.args else False
+        if ok and (floating if node.op in _OF_INTEGERS else node.op == "fma" and not floating):
+            raise CoreError(f"`{node.op}` is not implemented for {str(kinds[0])[6:]}", core=graph.core, line=node.line)
         if not ok or any(a not in seen and a.op != "const" for a in node.args):
             raise FlexSNError(f"internal: `{node}` breaks the rules of the closed op set", core=graph.core, line=node.line)
         seen.add(node)

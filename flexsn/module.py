@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from .errors import BackendError, OperandCountError, ReturnCountError
+from .reads import lock
 from .scan import BACKENDS, look, run_core
 from .signature import core_name, positional_names
 
@@ -15,13 +16,21 @@ from .signature import core_name, positional_names
 class _Tensors(nn.Module):
     """Holds parameters, buffers and modules under names."""
 
-    def add(self, name: str, value: Tensor | nn.Module) -> None:
+    def register(self, name: str, value: Tensor | nn.Module) -> None:
         if isinstance(value, nn.Module):
             self.add_module(name, value)
         elif isinstance(value, nn.Parameter):
             self.register_parameter(name, value)
         else:
             self.register_buffer(name, value)
+
+
+def _free_name(wanted: str, taken: Collection[str]) -> str:
+    """A name that no other capture and no attribute of `nn.Module` has."""
+    name = wanted
+    while name in taken or hasattr(_Tensors, name) or name in vars(nn.Module()):
+        name += "_"
+    return name
 
 
 class FlexSN(nn.Module):
@@ -78,11 +87,12 @@ class FlexSN(nn.Module):
         if backend not in BACKENDS:
             raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
         names = positional_names(core)[0][-len(params) :] if params else ()
-        self.param_names = names if len(names) == len(params) else tuple(f"param_{k}" for k in range(len(params)))
+        names = names if len(names) == len(params) else tuple(f"param_{k}" for k in range(len(params)))
+        self.param_names = tuple(_free_name(n, ()) for n in names)
         self.num_params = len(params)
         self.params = _Tensors() if params else None
         for name, param in zip(self.param_names, params, strict=True):
-            self.params.add(name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
+            self.params.register(name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
         self.num_inputs, self.num_states = self._counts(num_inputs, num_states, num_outputs, example_inputs)
         self.num_outputs = num_outputs
         self.example_outputs = example_outputs
@@ -126,6 +136,10 @@ class FlexSN(nn.Module):
     # --- captured tensors -------------------------------------------------------------------------------------------
     def _look(self) -> dict[str, Any]:
         """Register what the core captures; returns, by path, the objects that this module uses in its place."""
+        with lock:
+            return self._look_locked()
+
+    def _look_locked(self) -> dict[str, Any]:
         seen = look(self.core)
         if seen is not self._reads:
             self._reads = seen
@@ -133,10 +147,12 @@ class FlexSN(nn.Module):
                 value = slot.get()
                 if isinstance(self.core, nn.Module) or self._origin.get(path) is value:
                     continue
-                name = self._names.setdefault(path, path.replace(".", "_"))
+                if path not in self._names:
+                    self._names[path] = _free_name(path.replace(".", "_"), self._names.values())
+                name = self._names[path]
                 self._origin[path] = value
                 self.captured = self.captured or _Tensors()
-                self.captured.add(name, value)
+                self.captured.register(name, value)
         return {path: getattr(self.captured, name) for path, name in self._names.items() if path in seen.objects}
 
     # --- calls ------------------------------------------------------------------------------------------------------

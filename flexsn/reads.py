@@ -7,6 +7,7 @@ the objects, so every call looks again. Tensors become extra params of the core;
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
@@ -24,7 +25,14 @@ _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torc
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _MISSING = object()
-_MAX_DEPTH = 8
+_MAX_DEPTH = 32
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    """The attributes of an object with `__slots__`."""
+
+    owner: Any
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class Slot:
             return self.holder.get(self.key, _MISSING)
         if isinstance(self.holder, type):
             return vars(self.holder).get(self.key, _MISSING)
+        if isinstance(self.holder, _Attributes):
+            return getattr(self.holder.owner, self.key, _MISSING)
         if isinstance(self.holder, types.FunctionType):
             return getattr(self.holder, self.key)
         return self.holder[self.key] if self.key < len(self.holder) else _MISSING
@@ -55,6 +65,10 @@ class Slot:
     def set(self, value: Any) -> None:
         if isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
+        elif isinstance(self.holder, type):
+            setattr(self.holder, self.key, value)
+        elif isinstance(self.holder, _Attributes):
+            setattr(self.holder.owner, self.key, value)
         else:
             self.holder[self.key] = value
 
@@ -67,12 +81,31 @@ class Reads:
     fingerprint: tuple = ()  # code and constants; equal fingerprints trace to equal graphs
     watched: list[tuple[Slot, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)  # of containers and namespaces, which may grow
-    keepalive: list[Any] = field(default_factory=list)  # what the fingerprint names by id()
+    opaque: list[Any] = field(default_factory=list)  # what the fingerprint names by id(): to be kept while it is in use
     signatures: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by counts of operands, made by `scan`
 
     def current(self) -> bool:
         """Whether every place still holds the object that it held at the look."""
         return all(slot.get() is seen for slot, seen in self.watched) and all(len(c) == n for c, n in self.sizes)
+
+    def held(self) -> list[Any]:
+        """What every watched place holds now."""
+        return [slot.get() for slot, _ in self.watched]
+
+    def restore(self, held: list[Any]) -> str | None:
+        """Put back what the places held, drop what was added to namespaces; returns a place that had changed, if any."""
+        changed = None
+        for (slot, _), old in zip(self.watched, held, strict=True):
+            if slot.get() is not old:
+                changed = slot.path
+                if old is not _MISSING:
+                    slot.set(old)
+        for container, n in self.sizes:
+            if len(container) > n and isinstance(container, (dict, list)):
+                changed = changed or type(container).__name__
+                for key in list(container)[n:] if isinstance(container, dict) else range(len(container) - 1, n - 1, -1):
+                    del container[key]
+        return changed
 
     def tensors(self, replaced: dict[str, Any] | None = None) -> dict[str, Tensor]:
         """Captured tensors by path, read afresh; `replaced` gives other objects for some outermost paths."""
@@ -112,6 +145,7 @@ class _Walker:
         self.reads = Reads()
         self.constants: list[tuple] = []
         self.seen: dict[int, str] = {}
+        self.held: list[Any] = []
 
     def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
         place = Slot(path, holder, key)
@@ -131,8 +165,7 @@ class _Walker:
             self.opaque(path, value)
             return
         self.seen[id(value)] = path
-        if depth:  # the core itself is kept alive by its caller
-            self.reads.keepalive.append(value)
+        self.held.append(value)  # while the walk lasts, so that ids stay unique
         if isinstance(value, Tensor):
             self.constants.append((path, "tensor"))
             if place is not None:
@@ -151,7 +184,7 @@ class _Walker:
             self.visit(f"{path}.self", owner, Slot(f"{path}.self", [owner], 0) if isinstance(owner, nn.Module) else None, depth + 1)
         elif isinstance(value, types.FunctionType):
             self.function(path, value, depth)
-        elif isinstance(value, (list, tuple, dict)):
+        elif isinstance(value, (list, tuple, dict, collections.deque)):
             self.items(path, value, depth)
         elif isinstance(value, type):
             self.cls(path, value, depth)
@@ -160,6 +193,10 @@ class _Walker:
         elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _OPAQUE:
             self.visit(f"{path}.type", type(value), None, depth + 1)
             self.names(path, vars(value), list(vars(value)), depth)
+        elif _slot_names(type(value)):
+            self.visit(f"{path}.type", type(value), None, depth + 1)
+            for name in _slot_names(type(value)):
+                self.slot(f"{path}.{name}", _Attributes(value), name, depth + 1)
         else:
             self.opaque(path, value)
 
@@ -170,7 +207,7 @@ class _Walker:
 
     def opaque(self, path: str, value: Any) -> None:
         """Something that cannot be looked into: the same object counts as the same value."""
-        self.reads.keepalive.append(value)
+        self.reads.opaque.append(value)
         self.constants.append((path, "object", id(value)))
 
     def items(self, path: str, values: Any, depth: int) -> None:
@@ -194,8 +231,11 @@ class _Walker:
             self.reads.watched.append((Slot(path, module._modules, name), child))
             if child is not None:
                 self.visit(f"{path}.{name}", child, None, depth + 1)
-        hooks = (module._forward_hooks, module._forward_pre_hooks)
-        self.constants.append((path, *(len(h) for h in hooks)))
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            self.reads.sizes.append((hooks, len(hooks)))
+            for i, (key, hook) in enumerate(hooks.items()):
+                self.reads.watched.append((Slot(f"{path}.hook", hooks, key), hook))
+                self.visit(f"{path}.hook{i}", hook, None, depth + 1)
 
     def cls(self, path: str, cls: type, depth: int) -> None:
         self.constants.append((path, "class", cls.__qualname__))
@@ -206,14 +246,29 @@ class _Walker:
                 continue
             self.reads.sizes.append((vars(base), len(vars(base))))
             for name, raw in list(vars(base).items()):
-                member = getattr(raw, "__func__", raw)
-                if isinstance(member, types.FunctionType) or (isinstance(member, _SCALARS) and not name.startswith("__")):
-                    self.reads.watched.append((Slot(f"{path}.{name}", base, name), raw))
-                    self.visit(f"{path}.{name}", member, None, depth + 1)
+                member = getattr(raw, "fget", getattr(raw, "__func__", raw))
+                place = Slot(f"{path}.{name}", base, name)
+                if isinstance(member, types.FunctionType):
+                    self.reads.watched.append((place, raw))
+                    self.visit(place.path, member, None, depth + 1)
+                elif isinstance(member, (*_SCALARS, Tensor, list, tuple, dict)) and not name.startswith("__"):
+                    self.reads.watched.append((place, raw))
+                    self.visit(place.path, member, place, depth + 1)
+
+    def namespace(self, path: str, module: types.ModuleType, names: Sequence[str], depth: int) -> None:
+        """The attributes of a module that a function names, also of modules inside it."""
+        if _is_library(module.__name__) or depth > _MAX_DEPTH:
+            return
+        for name in names:
+            value = vars(module).get(name, _MISSING)
+            if isinstance(value, types.ModuleType):
+                self.namespace(f"{path}.{name}", value, names, depth + 1)
+            elif value is not _MISSING:
+                self.slot(f"{path}.{name}", vars(module), name, depth + 1)
 
     def function(self, path: str, fn: types.FunctionType, depth: int) -> None:
         self.constants.append((path, "code", fn.__code__))
-        for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
+        for attribute in ("__code__", "__defaults__", "__kwdefaults__") if depth else ():  # a slot of the core would keep it alive
             self.reads.watched.append((Slot(path, fn, attribute), getattr(fn, attribute)))
         if _is_library(fn.__module__ or ""):
             return
@@ -225,15 +280,19 @@ class _Walker:
                 continue
             value = fn.__globals__[name]
             if isinstance(value, types.ModuleType):
-                if not _is_library(value.__name__):
-                    for attr in names:
-                        if attr in vars(value):
-                            self.slot(f"{path}.{name}.{attr}", vars(value), attr, depth + 1)
+                self.namespace(f"{path}.{name}", value, names, depth)
             else:
                 self.slot(f"{path}.{name}", fn.__globals__, name, depth + 1)
+        if vars(fn):
+            self.names(f"{path}.attributes", vars(fn), list(vars(fn)), depth)
         for values in (fn.__defaults__ or (), fn.__kwdefaults__ or {}):
             if values:
                 self.items(f"{path}.defaults", values, depth)
+
+
+def _slot_names(cls: type) -> list[str]:
+    names = [getattr(base, "__slots__", ()) for base in cls.__mro__ if not _is_library(base.__module__)]
+    return [n for group in names for n in ((group,) if isinstance(group, str) else group) if n not in ("__dict__", "__weakref__")]
 
 
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
@@ -251,7 +310,7 @@ def _is_library(module: str) -> bool:
     return (top in sys.stdlib_module_names and top != "__main__") or top in {"torch", "numpy"} or module in {"flexsn.surrogate", "flexsn"}
 
 
-_swap_lock = threading.RLock()
+lock = threading.RLock()  # held while captured objects are looked at or swapped
 
 
 @contextlib.contextmanager
@@ -260,13 +319,13 @@ def bound(reads: Reads, replaced: dict[str, Any]) -> Iterator[None]:
 
     A `FlexSN` owns its captured tensors (so that `.to`, `deepcopy` and `state_dict` act on them), while a closure is
     shared by all copies of its function. Calls that run the core itself therefore swap the module's tensors in, one
-    at a time, and put the old ones back.
+    thread at a time, and put the old ones back.
     """
-    swaps = [(reads.objects[p], new) for p, new in replaced.items() if reads.objects[p].get() is not new]
-    if not swaps:
+    if not replaced:
         yield
         return
-    with _swap_lock:
+    with lock:
+        swaps = [(reads.objects[p], new) for p, new in replaced.items() if reads.objects[p].get() is not new]
         old = [(slot, slot.get()) for slot, _ in swaps]
         try:
             for slot, new in swaps:

@@ -55,7 +55,9 @@ _LINEAR: dict[str, int] = {
     "aten::mv": 1, "aten::dot": 1, "aten::mul": 1, "aten::div": 1, "aten::neg": 1, "aten::clone": 1, "aten::_to_copy": 1,
     "aten::add": 2, "aten::sub": 2, "aten::where": 2, "aten::select": 1, "aten::slice": 1, "aten::select_backward": 1,
     "aten::slice_backward": 1, "aten::mean": 1, "aten::diagonal": 1, "aten::flip": 1, "aten::masked_fill": 1,
-    "aten::cat": 9, "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
+    "aten::cat": 9, "aten::cumsum": 1, "aten::constant_pad_nd": 1, "aten::roll": 1, "aten::repeat": 1, "aten::gather": 1,
+    "aten::scatter_add": 2, "aten::index_put": 2, "aten::_unsafe_index_put": 2, "aten::index_add": 2,
+    "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
 }  # fmt: skip
 
 # Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
@@ -64,7 +66,7 @@ _LAYOUT = {
     "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
 }  # fmt: skip
 
-_VALUE_READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__"}
+_VALUE_READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__"}
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
 
 
@@ -257,6 +259,8 @@ class Recorder(TorchDispatchMode):
         if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:  # what factory functions end with
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"]))
+        if name in ("aten::detach", "aten::alias") and kinds == {"static"}:
+            return self.track(self.evaluate(func, args, kwargs), nodes[0])
         if not kinds or kinds == {"static"}:
             return self.add(func, args, kwargs, "static", nodes)
         if "reduced" in kinds:
@@ -286,11 +290,12 @@ class Recorder(TorchDispatchMode):
         condition = name in ("aten::where", "aten::masked_fill") and nodes[name == "aten::masked_fill"] in moving
         denominator = name == "aten::div" and nodes[0] not in moving
         addends = {"aten::add": args[:2], "aten::sub": args[:2], "aten::cat": (args[:1] or ((),))[0], "aten::where": args[1:3],
-                   "aten::masked_fill": args[2:3]}.get(name, ())  # fmt: skip
+                   "aten::masked_fill": args[2:3], "aten::scatter_add": args[:1], "aten::index_put": args[:1],
+                   "aten::_unsafe_index_put": args[:1], "aten::index_add": args[:1]}.get(name, ())  # fmt: skip
         affine = any(not self.moves_or_vanishes(a) for a in addends)
         if len(moving) > limit or affine or denominator or condition:
             raise ParamGradientError(
-                f"the gradient of a param applies `{_name(self.user_op or func)}` to the summed cotangent, which is not linear",
+                f"the gradient of a param applies `{_name(self.user_op or func)}` to the summed cotangent, and is not known to be linear",
                 core=self.sig.core, line=self.line(),
             )  # fmt: skip
         return self.add(func, args, kwargs, "reduced", nodes)

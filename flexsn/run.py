@@ -69,6 +69,7 @@ def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None
     return Forward(outputs, finals, sequences, {r: t for r, t in written.items() if r[0] == "c"})
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(
     call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None], statics: dict[str, Tensor],
     checkpoints: dict[str, Tensor], cotangents: dict[str, Tensor], wanted: Sequence[str], wanted_statics: tuple[bool, ...],

@@ -11,14 +11,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from . import _compat, run
 from . import reads as reading
-from . import run
 from .capture import Meta
 from .compile import program_for
 from .eager import eager_loop
-from .errors import BackendError, BackendUnavailableError, CannotFuseError, FallbackWarning, FlexSNError
+from .errors import (
+    BackendError,
+    BackendUnavailableError,
+    CannotFuseError,
+    DoubleBackwardError,
+    FallbackWarning,
+    FlexSNError,
+    ForwardModeError,
+    OperandTypeError,
+)
 from .reads import Reads
 from .record import INTERNAL
 from .signature import Signature, check_operands, core_name, make_signature
@@ -60,6 +68,9 @@ def scan(
     Raises:
         FlexSNError: a subclass per mistake (see `flexsn.errors`), naming the core, the operand or op, and the source line.
     """
+    for name, given in (("inputs", inputs), ("states", states), ("params", params)):
+        if not isinstance(given, (tuple, list)):
+            raise OperandTypeError(f"`{name}` must be a tuple or list of tensors", core=core_name(core), hint=f"Write `{name}=(x,)`.")
     finals, sequences, outputs = run_core(
         core, look(core), {}, tuple(inputs), tuple(states), tuple(params), backend=backend, strict=strict, sequences=store_state_seqs
     )
@@ -73,6 +84,11 @@ def run_core(
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):  # dtypes are those of the operands
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return run_core(
+                core, seen, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs
+            )
     counts = (len(inputs), len(states), len(params))
     if counts not in seen.signatures:
         seen.signatures[counts] = make_signature(core, *counts)
@@ -113,6 +129,11 @@ _looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()
 
 def look(core: Callable) -> Reads:
     """What the core reads, looked at again only when something that it holds has changed."""
+    with reading.lock:
+        return _look(core)
+
+
+def _look(core: Callable) -> Reads:
     try:
         seen = _looks.get(core)
     except TypeError:  # not hashable
@@ -133,9 +154,11 @@ def _fused(core, seen, replaced, sig: Signature, inputs, states, params, backend
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
+    tensors = (*inputs, *states, *params, *captured.values())
+    if _compat.forward_ad_level() >= 0 and any(t is not None and _compat.has_tangent(t) for t in tensors):
+        raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=sig.core)
     with reading.bound(seen, replaced):
         program, shapes = program_for("cpp", core, seen, sig, metas, device, captured, num_outputs)
-        tensors = (*inputs, *states, *params, *captured.values())
         differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if differentiable:
             program.differentiate(core, captured)
@@ -190,8 +213,12 @@ class _Scan(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "is differentiated with create_graph=True, but a fused call has no second derivative", core=ctx.call.program.sig.core,
+                hint='Use backend="torch", the eager loop, where second derivatives are needed.',
+            )  # fmt: skip
         call, program, vjp = ctx.call, ctx.call.program, ctx.call.program.vjp
         sig, outs, n = program.sig, program.num_outputs, program.sig.num_states
         saved = ctx.saved_tensors

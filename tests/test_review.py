@@ -1,0 +1,177 @@
+"""What a sceptical first user found."""
+
+import copy
+import random
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import flexsn
+from flexsn import errors
+
+
+def test_a_call_under_autocast_computes_as_outside():
+    w = nn.Parameter(torch.rand(2, 2))
+    core = lambda x, v: (x * (w @ w).sum(0).float(), v)
+    x, v = torch.ones(3, 2), torch.zeros(2)
+    want = flexsn.scan(core, (x,), (v,), backend="cpp").outputs[0]
+    for backend in ("cpp", "torch"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = flexsn.scan(core, (x,), (v,), backend=backend).outputs[0]
+            (grad,) = torch.autograd.grad(got.sum(), [w])
+        assert torch.equal(got, want) and grad.dtype == torch.float32
+
+
+def test_captures_with_clashing_names_stay_apart():
+    class Config:
+        w = None
+
+    cfg, cfg_w, training = Config(), nn.Parameter(torch.full((2,), 10.0)), nn.Parameter(torch.ones(2))
+    cfg.w = nn.Parameter(torch.ones(2))
+    neuron = flexsn.FlexSN(lambda x, v: (x * cfg.w + cfg_w * training, v), num_states=1, backend="cpp")
+    assert torch.equal(neuron(torch.ones(1, 2)), torch.full((1, 2), 11.0))
+    assert len(list(neuron.parameters())) == 3
+
+
+def test_copies_of_a_closure_in_threads():
+    w = nn.Parameter(torch.ones(4))
+    first = flexsn.FlexSN(lambda x: x * w, num_states=0, backend="torch")
+    twin = copy.deepcopy(first)
+    with torch.no_grad():
+        twin.captured.w.fill_(3.0)
+    wrong = []
+
+    def work(neuron, factor):
+        for _ in range(100):
+            if not torch.equal(neuron(torch.ones(2, 4)), torch.full((2, 4), factor)):
+                wrong.append(factor)
+
+    threads = [threading.Thread(target=work, args=a) for a in ((first, 1.0), (twin, 3.0)) * 2]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_forward_hooks_are_part_of_the_core():
+    class Inner(nn.Module):
+        def forward(self, x):
+            return x * 1.0
+
+    class Core(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner(x)
+
+    x = torch.ones(1, 2)
+    one, two = Core(), Core()
+    one.inner.register_forward_hook(lambda m, a, y: y * 5)
+    two.inner.register_forward_hook(lambda m, a, y: y * 9)
+    outputs = [flexsn.scan(c, (x,), backend="cpp").outputs[0][0, 0].item() for c in (one, two)]
+    two.inner.register_forward_hook(lambda m, a, y: y * 2)
+    assert [*outputs, flexsn.scan(two, (x,), backend="cpp").outputs[0][0, 0].item()] == [5, 9, 18]
+
+
+def test_python_side_effects_fall_back_to_the_loop():
+    class SelfStateful(nn.Module):
+        v = 0.0
+
+        def forward(self, x):
+            self.v = self.v * 0.5 + x
+            return self.v
+
+    count = [0]
+
+    def counting(x):
+        count[0] += 1
+        return x * count[0]
+
+    x = torch.ones(4, 1)
+    for core, want in ((SelfStateful(), [1.0, 1.5, 1.75, 1.875]), (counting, [1.0, 2.0, 3.0, 4.0])):
+        with pytest.raises(errors.SideEffectError):
+            flexsn.scan(core, (x,), backend="cpp")
+        with pytest.warns(errors.FallbackWarning):
+            assert flexsn.scan(core, (x,)).outputs[0].flatten().tolist() == want
+    with pytest.raises(errors.RandomOpError):
+        flexsn.scan(lambda x: x * random.random(), (x,), backend="cpp")
+
+
+def test_values_that_hide():
+    class Slotted:
+        __slots__ = ("gain",)
+
+    class Classed:
+        cfg = {"gain": 1.0}  # noqa: RUF012  (mutable on purpose)
+
+    slotted = Slotted()
+    slotted.gain = 1.0
+
+    def helper(x):
+        return x * helper.gain * slotted.gain * Classed.cfg["gain"]
+
+    helper.gain = 1.0
+    core = lambda x: helper(x)
+    x = torch.ones(1, 1)
+    seen = []
+    for change in (
+        lambda: None,
+        lambda: setattr(helper, "gain", 2.0),
+        lambda: setattr(slotted, "gain", 3.0),
+        lambda: Classed.cfg.update(gain=5.0),
+    ):
+        change()
+        seen.append(flexsn.scan(core, (x,), backend="cpp").outputs[0].item())
+    assert seen == [1, 2, 6, 30]
+
+
+def test_half_states_agree():
+    core = lambda x, h: (x * 1, (h.float() * 0.5 + x).half())
+    x, h = torch.randn(20, 8).half(), torch.randn(8).half()
+    for state in (h, None):
+        want, got = (flexsn.scan(core, (x,), (state,), backend=b) for b in ("torch", "cpp"))
+        assert torch.equal(want.states[0], got.states[0]) and got.states[0].dtype == torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_the_trace_does_not_see_the_callers_autograd():
+    w = nn.Parameter(torch.ones(3))
+    packed = []
+
+    def pack(t):
+        packed.append(type(t))
+        return t
+
+    x = torch.ones(4, 3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        flexsn.scan(lambda x: torch.tanh(x * w), (x,), backend="cpp").outputs[0].sum().backward()
+    assert packed and set(packed) <= {torch.Tensor, nn.Parameter}
+    with torch.autograd.detect_anomaly(check_nan=False):
+        flexsn.scan(lambda x: torch.sin(x * w), (x,), backend="cpp").outputs[0].sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch imports its JVP decompositions
+def test_forward_mode_falls_back():
+    x = torch.ones(3, 2)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.warns(errors.FallbackWarning):
+            y = flexsn.scan(lambda x: x * x, (dual,)).outputs[0]
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(y).tangent, 2 * x)
+        with pytest.raises(errors.ForwardModeError):
+            flexsn.scan(lambda x: x * x, (dual,), backend="cpp")
+
+
+def test_messages():
+    x = torch.ones(3, 2)
+    with pytest.raises(errors.OperandTypeError, match="tuple"):
+        flexsn.scan(lambda x: x, x)
+    with pytest.raises(errors.CoreError, match="not implemented for float32"):
+        flexsn.scan(lambda x: x & x, (x,), backend="cpp")
+    with pytest.raises(errors.ScalarReadError):
+        flexsn.scan(lambda x: (f"{x.max():.3f}", x)[1], (x,), backend="cpp")
