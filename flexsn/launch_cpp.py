@@ -34,9 +34,11 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno",
     "-fno-trapping-math", "-fwrapv", "-fno-tree-sink", "-fno-thread-jumps", "-mprefer-vector-width=512", "-w",
 )  # fmt: skip
-# Bytes of one core's cache that a tile may fill, and the most neurons. Backward walks K steps twice: what it recomputes
-# should stay near. Forward streams: from memory (calls larger than the last-level cache) long rows are best.
-_TILE = {"forward": (256 * 1024, 4096), "streamed": (256 * 1024, 32768), "backward": (72 * 1024, 8192)}
+# Bytes of one core's cache that a tile may fill, and the most neurons. Measured on two cores (Zen 5): where rows are long,
+# plain forward stores in long tiles are best; else calls larger than half the last-level cache stream short rows past it
+# (the other threads' prefetchers run into them), and the backward's recomputed chunk should stay near.
+_TILE = {"forward": (256 * 1024, 4096), "long": (256 * 1024, 32768), "streamed": (256 * 1024, 512), "backward": (72 * 1024, 8192)}
+_LONG_ROW = 65536  # neurons per thread
 _GRAIN = 32768  # neuron-steps that are worth a thread
 _lock = threading.Lock()
 _kernels: dict[str, Kernel] = {}
@@ -59,16 +61,23 @@ class Kernel:
             return
         threads = max(1, min(num_threads(), T * N // _GRAIN))
         pointers = self._pointers(*[None if a is None else a.data_ptr() for a in arrays])
-        size, backward = T * N * self._step_bytes, self.plan.direction == "backward"
-        large = size > _cache_bytes() // (2 if backward else 1)
-        tile = tile_length(self.plan, N, threads, large)
+        large = T * N * self._step_bytes > _cache_bytes() // 2
+        kind = _kind_of_tile(self.plan.direction, N // threads, large)
+        tile = tile_length(self.plan, N, threads, kind)
+        large &= kind != "long"
         if self._run(pointers, self._dims(*dims), T, N, tile, threads, large):
             raise MemoryError("flexsn: no memory for the scratch rows of a tile")
 
 
-def tile_length(plan: Plan, N: int, threads: int, large: bool = False) -> int:
+def _kind_of_tile(direction: str, row: int, large: bool) -> str:
+    if direction == "backward":
+        return direction
+    return "long" if row > _LONG_ROW else "streamed" if large else "forward"
+
+
+def tile_length(plan: Plan, N: int, threads: int, kind: str) -> int:
     """Neurons per tile: as many as fit in cache, in full vectors, the same number of tiles for every thread."""
-    budget, limit = _TILE["streamed" if large and plan.direction == "forward" else plan.direction]
+    budget, limit = _TILE[kind]
     most = max(256, min(budget // max(1, plan.tile_bytes), limit) // 64 * 64)
     tiles = -(-N // most)
     tiles = -(-tiles // threads) * threads

@@ -12,7 +12,7 @@ _RESERVED = frozenset(
     long main major minor errno stdin stdout stderr assert linux unix mutable namespace new noexcept not nullptr operator or
     private protected public register requires return short
     signed sizeof static struct switch template this throw true try typedef typeid typename uint8_t union unsigned using
-    virtual void volatile wchar_t while xor i j k n N T K tile begin flexsn half bfloat16 load store std tl triton p
+    virtual void volatile wchar_t while xor i j k n N T K tile begin flexsn half bfloat16 load store std p
     def del elif except from global in is lambda None nonlocal pass raise with yield True False await async""".split()
 )
 

@@ -209,7 +209,7 @@ def _open(plan: Plan) -> list[str]:
 def _close(plan: Plan) -> list[str]:
     """Store the last rows and end the parallel region."""
     rows = [f"      last_row({a.role}_row, begin, size, {a.role}_last);" for a in plan.writes if a.kind == "row"]
-    return [*rows, "    }", *(["    if (large) fence();"] if plan.direction == "backward" else []), "  }", "  return failed;", "}"]
+    return [*rows, "    }", "    if (large) fence();", "  }", "  return failed;", "}"]
 
 
 def _pointer(a: Array, read: bool) -> str:
@@ -236,7 +236,6 @@ def _scratch_bytes(plan: Plan) -> int:
 def _sequence_rows(plan: Plan, indent: str, roles: Container[str] | None = None) -> tuple[list[str], list[str]]:
     """Before a step: where its rows are; after it: flush buffered rows."""
     before, after = [], []
-    buffered = "!full || large" if plan.direction == "backward" else "!full"
     for i, a in enumerate(plan.arguments):
         if a.kind != "sequence" or (roles is not None and a.role not in roles):
             continue
@@ -244,8 +243,8 @@ def _sequence_rows(plan: Plan, indent: str, roles: Container[str] | None = None)
         if i < len(plan.reads):
             before.append(f"{indent}const {ctype}* const {a.role}_row = readable({at}, size, full, {a.role}_buffer);")
         else:
-            before.append(f"{indent}{ctype}* const {a.role}_row = {buffered} ? {a.role}_buffer : {at};")
-            after.append(f"{indent}if ({buffered}) flush({at}, {a.role}_buffer, size, large);")
+            before.append(f"{indent}{ctype}* const {a.role}_row = !full || large ? {a.role}_buffer : {at};")
+            after.append(f"{indent}if (!full || large) flush({at}, {a.role}_buffer, size, large);")
     return before, after
 
 
@@ -296,7 +295,10 @@ def _forward(plan: Plan) -> list[str]:
             lines.append(
                 f"        if (t % K == 0 && t > 0) std::memcpy({a.role}_seq + (t / K - 1) * N + begin, {row}, size * sizeof({ctype}));"
             )
-    return [*lines, *before, f"        {step.call()}", *after, "      }", *_close(plan)]
+    soon = [
+        f"        if (large && t + 1 < T) prefetch({a.role}_seq + (t + 1) * N + begin, size);" for a in plan.reads if a.kind == "sequence"
+    ]
+    return [*lines, *before, *soon, f"        {step.call()}", *after, "      }", *_close(plan)]
 
 
 # --- backward -----------------------------------------------------------------------------------------------------------------

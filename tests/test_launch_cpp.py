@@ -248,7 +248,7 @@ def test_one_kernel_runs_in_many_threads_at_once():
 @pytest.mark.parametrize("N", [1, 64, 1000, 1_000_000])
 def test_tile_length(N):
     for threads in (1, 2, 7, 64):
-        tile = launch_cpp.tile_length(tiny_plan(0.5), N, threads)
+        tile = launch_cpp.tile_length(tiny_plan(0.5), N, threads, "forward")
         tiles = -(-N // tile)
         longest = -(-tiles // threads) * tile  # neurons of the busiest thread
         assert tile % 64 == 0 and tile >= 64 and (longest <= 1.1 * N / threads + 64 or tiles <= threads)

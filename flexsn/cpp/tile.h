@@ -73,7 +73,7 @@ template <class T> inline void prefetch(const T* row, int64_t n) {
 inline void huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t page = int64_t(1) << 21;
-  if (bytes < 16 * page) return;
+  if (bytes < 2 * page) return;
   const int64_t begin = (reinterpret_cast<int64_t>(data) + page - 1) / page * page;
   const int64_t end = (reinterpret_cast<int64_t>(data) + bytes) / page * page;
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice only: a refusal changes nothing

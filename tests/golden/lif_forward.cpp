@@ -51,12 +51,14 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
       for (int64_t t = 0; t < T; ++t) {
         if (t % K == 0 && t > 0) std::memcpy(c0_seq + (t / K - 1) * N + begin, v0_row, size * sizeof(float));
         const float* const x0_row = readable(x0_seq + t * N + begin, size, full, x0_buffer);
-        float* const y0_row = !full ? y0_buffer : y0_seq + t * N + begin;
+        float* const y0_row = !full || large ? y0_buffer : y0_seq + t * N + begin;
+        if (large && t + 1 < T) prefetch(x0_seq + (t + 1) * N + begin, size);
         step(n, x0_row, p0_row, p1_row, v0_row, y0_row);
-        if (!full) flush(y0_seq + t * N + begin, y0_buffer, size, large);
+        if (!full || large) flush(y0_seq + t * N + begin, y0_buffer, size, large);
       }
       last_row(v0_row, begin, size, v0_last);
     }
+    if (large) fence();
   }
   return failed;
 }
