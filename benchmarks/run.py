@@ -147,7 +147,7 @@ def measure_case(case: Case, seconds: float, skip: set[str], slow_peers: bool, f
             agrees = parity(result, reference)
             del result
             case.step(peer.run)
-        except Exception as error:
+        except Exception as error:  # a peer may fail in any way; the report says how, and flexsn's own failure ends the case
             record["missing"][peer.key] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
             if peer.key == "flexsn":
                 record["parity"] = {"ok": False, "error": record["missing"][peer.key]}

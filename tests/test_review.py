@@ -175,3 +175,14 @@ def test_messages():
         flexsn.scan(lambda x: x & x, (x,), backend="cpp")
     with pytest.raises(errors.ScalarReadError):
         flexsn.scan(lambda x: (f"{x.max():.3f}", x)[1], (x,), backend="cpp")
+
+
+def test_a_core_that_accepts_one_size_only():
+    def core(x):
+        if x.shape[-1] != 4:
+            raise ValueError("four channels, please")
+        return x * 2.0
+
+    assert torch.equal(flexsn.scan(core, (torch.ones(3, 4),), backend="cpp").outputs[0], torch.full((3, 4), 2.0))
+    with pytest.raises(ValueError, match="four channels"):
+        flexsn.scan(core, (torch.ones(3, 5),), backend="cpp")
