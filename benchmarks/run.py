@@ -9,6 +9,7 @@ Every case starts with a parity check against a hand-written loop; where it is r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import datetime
 import hashlib
@@ -34,6 +35,8 @@ import measure
 import peers as candidates
 from cores import Neuron
 from torch import Tensor
+
+import flexsn
 
 RESULTS = Path(__file__).parent / "results"
 CHILD = Path(__file__).parent / "child.py"
@@ -178,6 +181,16 @@ def measure_case(case: Case, seconds: float, skip: set[str], slow_peers: bool, f
 
 
 # --- memory and first calls ---------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def without_reuse():
+    """All results from PyTorch's allocator, whose events count them."""
+    least, flexsn.memory.LEAST = flexsn.memory.LEAST, sys.maxsize
+    try:
+        yield
+    finally:
+        flexsn.memory.LEAST = least
+
+
 def measure_memory(T: int, N: int) -> dict:
     """Extra memory of a LIF training step: peak less outputs, final states and gradients, over the bytes of the input."""
     case = Case(cores.LIF, "training", T, N)
@@ -185,8 +198,9 @@ def measure_memory(T: int, N: int) -> dict:
     found: dict = {"core": cores.LIF.name, "T": T, "N": N, "input_bytes": size, "peers": {}}
     chosen = [p for p in candidates.peers(cores.LIF, "training", T, unrolled_training=False) if p.run and not p.compiles]
     for peer in chosen:
-        case.step(peer.run)
-        peak, kept = measure.peak_bytes(lambda run=peer.run: case.step(run))
+        with without_reuse():
+            case.step(peer.run)
+            peak, kept = measure.peak_bytes(lambda run=peer.run: case.step(run))
         found["peers"][peer.key] = {"peak_bytes": peak, "kept_bytes": kept, "extra_over_input": (peak - 2 * size) / size}
     return found
 

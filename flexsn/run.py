@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .compile import Program, Shapes, rescale
 from .graph import HALF
+from .memory import empty
 from .plan import Plan
 
 
@@ -57,7 +58,7 @@ def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None
     written = {}
     for a in kernel.plan.writes:
         rows = {"sequence": (T,), "checkpoint": (chunks,), "row": ()}[a.kind]
-        written[a.role] = torch.empty((*rows, *shapes.step), dtype=a.storage, device=inputs[0].device)
+        written[a.role] = empty((*rows, *shapes.step), a.storage, inputs[0].device)
     kernel([arrays[a.role] for a in kernel.plan.reads] + [written[a.role] for a in kernel.plan.writes], dims, T, shapes.numel)
     if T == 0:
         for k, state in enumerate(states):
@@ -99,7 +100,7 @@ def backward(
     written = {}
     for a in kernel.plan.writes:
         rows = (T,) if a.kind == "sequence" else ()
-        written[a.role] = torch.empty((*rows, *shapes.step), dtype=a.storage, device=inputs[0].device)
+        written[a.role] = empty((*rows, *shapes.step), a.storage, inputs[0].device)
     if T == 0:
         for role, grad in written.items():
             final = arrays.get(role)

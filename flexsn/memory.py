@@ -1,0 +1,52 @@
+"""Large CPU results: blocks that earlier results left are used again.
+
+The first touch of fresh memory costs more than the kernel that writes it (the system zeroes every page), and the C
+library gives large blocks back to the system as soon as a tensor dies. So the latest blocks of dead results are kept,
+`MOST` bytes of them at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LEAST = 4 << 20  # bytes of a block: smaller ones are the C library's
+MOST = min(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)
+_PAGE = 2 << 20  # blocks of whole huge pages
+_free: list[mmap.mmap] = []  # oldest first. List methods are atomic; a finalizer may run between any two of them
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty`, from a block that an earlier result left where one fits."""
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if size < LEAST or device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    block = _take(size) or mmap.mmap(-1, -(-size // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = memoryview(block)  # the tensor's storage holds it
+    weakref.finalize(view, _give, block).atexit = False
+    return torch.frombuffer(view, dtype=dtype, count=count).resize_(tuple(shape))
+
+
+def _take(size: int) -> mmap.mmap | None:
+    """The latest free block of at least `size` bytes, and at most a quarter more."""
+    for block in reversed(_free.copy()):
+        if size <= len(block) <= size + max(size // 4, _PAGE):
+            with contextlib.suppress(ValueError):  # another thread took it
+                _free.remove(block)
+                return block
+    return None
+
+
+def _give(block: mmap.mmap) -> None:
+    _free.append(block)
+    while sum(map(len, _free.copy())) > MOST:
+        with contextlib.suppress(IndexError):  # another thread was first
+            _free.pop(0)
