@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import (  # 2.11, 2.13
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 
 __all__ = [
-    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "decomposition_table", "disable_modes", "forward_ad_level",
-    "functional_overload", "has_tangent", "quiet",
+    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "current_device", "current_stream", "decomposition_table",
+    "disable_modes", "forward_ad_level", "functional_overload", "has_tangent", "quiet",
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
@@ -57,3 +57,12 @@ def forward_ad_level() -> int:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def current_stream(device: int) -> int:
+    """The CUDA stream that PyTorch uses now, as a number; the public call makes an object first."""
+    return torch._C._cuda_getCurrentRawStream(device)  # 2.11, 2.13
+
+
+def current_device() -> int:
+    return torch._C._cuda_getDevice()  # 2.11, 2.13

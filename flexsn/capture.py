@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -28,8 +29,7 @@ from .record import Recorder, ValueReads, run_core
 from .signature import DTYPES, Signature, check_returns
 
 
-@dataclass(frozen=True)
-class Meta:
+class Meta(NamedTuple):
     """Shape and dtype of an operand at one step."""
 
     shape: tuple[int, ...]

@@ -14,11 +14,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from . import launch_cpp, plan, render_cpp
+from . import launch_cpp, launch_triton, plan, render_cpp, render_triton
 from .capture import Meta, Trace, trace
 from .errors import CannotFuseError, CoreError, RandomOpError, SideEffectError, StateMismatchError, UnsupportedOpError
 from .graph import HALF, Graph
@@ -26,7 +27,33 @@ from .lower import lower
 from .reads import Reads
 from .signature import Signature, step_shape
 
-BACKENDS = {"cpp": (render_cpp.render, launch_cpp.load)}
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend is.
+
+    Attributes:
+        render: plan -> source text.
+        load: plan and source -> kernel.
+        chunk: steps of a chunk, for numbers of inputs, states and ops of a step, bytes of an input's element, and whether
+            checkpoints are stored.
+        checkpoints: how many are stored for T steps in chunks of K.
+        refuses: why it cannot run on a device, or None.
+    """
+
+    render: Callable[[plan.Plan], str]
+    load: Callable[[plan.Plan, str], Any]
+    chunk: Callable[[int, int, int, int, bool], int]
+    checkpoints: Callable[[int, int], int]
+    refuses: Callable[[torch.device], str | None]
+
+
+BACKENDS = {
+    "cpp": Backend(render_cpp.render, launch_cpp.load, plan.chunk_in_cache, plan.checkpoints_of_chunks, launch_cpp.check_device),
+    "triton": Backend(
+        render_triton.render, launch_triton.load, plan.chunk_in_registers, plan.checkpoints_of_pieces, launch_triton.check_device
+    ),
+}
 _CACHE_SIZE = 512
 
 
@@ -48,9 +75,9 @@ class Program:
 
     def __init__(self, backend: str, core: Callable, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
                  captured: dict[str, Tensor], num_outputs: int | None):  # fmt: skip
-        self.backend, self.sig = backend, sig
+        self.backend, self.sig = BACKENDS[backend], sig
         self._device = device
-        self._kernels: dict[tuple, launch_cpp.Kernel] = {}
+        self._kernels: dict[tuple, Any] = {}
         self._lock = threading.RLock()
         record = functools.partial(trace, core, sig, device=device, captured=captured)
         seen, forward = self._settle(record, metas, num_outputs)
@@ -64,7 +91,9 @@ class Program:
         self.free_dims = self._free_dims(record, captured)
         self.graph, params = self._lower_forward()
         self.prologue = _static_module(self.forward_trace, params, {})
-        self.chunk = plan.chunk_length(sig.num_inputs, sig.num_states)
+        itemsize = max(m.dtype.itemsize for m in seen[: sig.num_inputs])
+        sizes = (sig.num_inputs, sig.num_states, len(self.graph.nodes), itemsize)
+        self.chunk, self.inference_chunk = (self.backend.chunk(*sizes, checkpoint) for checkpoint in (True, False))
         self.vjp: Vjp | None = None
         self.kept: list[object] = []  # objects that the cache key names by id()
         self.storage = self._storage()
@@ -137,7 +166,7 @@ class Program:
         recorded = self.forward_trace
         outputs = {f"y{k}": n for k, n in enumerate(recorded.returns[: self.num_outputs])}
         outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[self.num_outputs :])}
-        return lower(self.sig.core, self._leaves(recorded), outputs, self._carried("v"))
+        return lower(self.sig.core, self._leaves(recorded), outputs, self._carried("v"), self._device)
 
     def _carried(self, prefix: str) -> dict[str, torch.dtype]:
         return {f"{prefix}{k}": self._metas[self.sig.num_inputs + k].dtype for k in range(self.sig.num_states)}
@@ -157,7 +186,8 @@ class Program:
     # --- kernels ------------------------------------------------------------------------------------------------------
     def forward_plan(self, inputs: Sequence[torch.dtype], checkpoint: bool, sequences: bool) -> plan.Plan:
         storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
-        return plan.plan_forward(self.graph, storage, chunk=self.chunk, checkpoint=checkpoint, sequences=sequences)
+        chunk = self.chunk if checkpoint else self.inference_chunk
+        return plan.plan_forward(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
 
     def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.Plan:
         storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
@@ -166,13 +196,12 @@ class Program:
         storage |= {r: n.dtype for r, n in vjp.inputs.items() if r[0] == "p"}
         return plan.plan_backward(vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
 
-    def kernel(self, direction: str, *flags) -> launch_cpp.Kernel:
+    def kernel(self, direction: str, *flags) -> Any:
         """The loaded kernel for `forward_plan(*flags)` or `backward_plan(*flags)`."""
         key = (direction, *flags)
         if key not in self._kernels:
-            render, load = BACKENDS[self.backend]
             made = self.forward_plan(*flags) if direction == "forward" else self.backward_plan(*flags)
-            self._kernels[key] = load(made, render(made))
+            self._kernels[key] = self.backend.load(made, self.backend.render(made))
         return self._kernels[key]
 
     # --- sizes --------------------------------------------------------------------------------------------------------
@@ -229,7 +258,7 @@ class Vjp:
         self.frontier = {f"gp{k}": n for k, n in enumerate(frontier)}
         outputs |= self.frontier
         outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[outs:])}
-        self.graph, params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"))
+        self.graph, params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"), program._device)
         self.prologue = _static_module(recorded, params, {})
         self._epilogues: dict[tuple[bool, ...], tuple[StaticModule, tuple[str, ...]]] = {}
 

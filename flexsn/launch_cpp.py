@@ -53,6 +53,7 @@ class Kernel:
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
         self._step_bytes = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
         self._pointers = ctypes.c_void_p * max(1, len(plan.arguments))
+        self._tile = functools.lru_cache(functools.partial(tile_length, plan))
         self._dims = ctypes.c_int64 * max(1, 2 * sum(a.kind == "param" for a in plan.arguments))
 
     def __call__(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int) -> None:
@@ -63,7 +64,7 @@ class Kernel:
         pointers = self._pointers(*[None if a is None else a.data_ptr() for a in arrays])
         large = T * N * self._step_bytes > _cache_bytes() // 2
         kind = _kind_of_tile(self.plan.direction, N // threads, large)
-        tile = tile_length(self.plan, N, threads, kind)
+        tile = self._tile(N, threads, kind)
         large &= kind != "long"
         if self._run(pointers, self._dims(*dims), T, N, tile, threads, large):
             raise MemoryError("flexsn: no memory for the scratch rows of a tile")
@@ -108,6 +109,11 @@ os.register_at_fork(after_in_child=_after_fork)
 def num_threads() -> int:
     """`torch.get_num_threads()`, but 1 in a forked child, where OpenMP would wait for threads that do not exist."""
     return 1 if _forked else torch.get_num_threads()
+
+
+def check_device(device: torch.device) -> str | None:
+    """Why tensors on this device cannot be taken, or None."""
+    return None if device.type == "cpu" else f'backend "cpp" runs on the CPU, and the operands are on {device}'
 
 
 def load(plan: Plan, source: str) -> Kernel:

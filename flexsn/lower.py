@@ -28,8 +28,9 @@ RULES: dict[Any, Rule] = {}
 class Lowering:
     """One graph in the making: closed-op values of the recorded nodes."""
 
-    def __init__(self, core: str):
+    def __init__(self, core: str, device: torch.device):
         self.b = Builder(core)
+        self.device = device
         self.env: dict[fx.Node, Node] = {}
         self.params: dict[str, fx.Node] = {}  # role -> static node that the kernel loads
 
@@ -64,7 +65,7 @@ class Lowering:
 
 
 def lower(
-    core: str, leaves: dict[str, fx.Node], outputs: dict[str, fx.Node], dtypes: dict[str, torch.dtype]
+    core: str, leaves: dict[str, fx.Node], outputs: dict[str, fx.Node], dtypes: dict[str, torch.dtype], device: torch.device
 ) -> tuple[Graph, dict[str, fx.Node]]:
     """Lower recorded nodes to a step graph.
 
@@ -72,11 +73,12 @@ def lower(
         leaves: time-dependent placeholders by role (`x0`, `v0`, `gy0`, ...).
         outputs: recorded nodes by role.
         dtypes: for roles that are carried from step to step: the dtype in which they are carried.
+        device: whose eager rules hold, where they differ.
 
     Returns:
         The graph, and the static nodes that it loads as params, by role (`p0`, ...).
     """
-    low = Lowering(core)
+    low = Lowering(core, device)
     for role, leaf in leaves.items():
         own = leaf.meta["val"].dtype
         value = low.b.input(role, dtypes.get(role, own), identifier(leaf.meta.get("role")) or role)
@@ -199,6 +201,17 @@ def _sub(low: Lowering, node: fx.Node) -> Node:
 def _rsub(low: Lowering, node: fx.Node) -> Node:
     alpha = node.kwargs.get("alpha", _args(node)[2] if len(_args(node)) > 2 else 1)
     return _scaled_sum(low, _dtype(node), _args(node)[1], _args(node)[0], alpha, -1)
+
+
+@_rule("div.Tensor", "div.Scalar")
+def _div(low: Lowering, node: fx.Node) -> Node:
+    """Eager on a GPU multiplies by the reciprocal of a number."""
+    a, b = _args(node)[:2]
+    dtype = _dtype(node)
+    if low.device.type == "cuda" and not isinstance(b, fx.Node) and b != 0:
+        scale = torch.ones((), dtype=dtype) / torch.tensor(b, dtype=dtype)
+        return low.op("mul", low.cast(a, dtype), low.b.const(scale.item(), dtype))
+    return low.op("div", *low.casts((a, b), dtype))
 
 
 @_rule("reciprocal.default")

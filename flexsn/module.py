@@ -153,6 +153,8 @@ class FlexSN(nn.Module):
                 self._origin[path] = value
                 self.captured = self.captured or _Tensors()
                 self.captured.register(name, value)
+        if not self._names:
+            return {}
         return {path: getattr(self.captured, name) for path, name in self._names.items() if path in seen.objects}
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -184,23 +186,26 @@ class FlexSN(nn.Module):
                 t if flag or t is None else t.detach() for t, flag in zip((*inputs, *states), self.requires_grad_flags, strict=True)
             ]
             inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]
-        params = tuple(getattr(self.params, name) for name in self.param_names)
+        params = tuple([getattr(self.params, name) for name in self.param_names])
         finals, sequences, outputs = run_core(
             self.core, self._reads, replaced, inputs, tuple(states), params, backend=self.backend, strict=self.strict,
             sequences=self.store_state_seqs, num_outputs=self.num_outputs,
         )  # fmt: skip
         if not outputs:
             raise ReturnCountError("returned states only; at least one output is needed", core=core_name(self.core))
-        self.states = finals
-        self.state_seqs = sequences if self.store_state_seqs else None
+        self._carry(finals, sequences if self.store_state_seqs else None)
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def reset(self) -> None:
         """Forget the carried states; the next call starts from `init_states`."""
-        self.states = None
-        self.state_seqs = None
+        self._carry(None, None)
+
+    def _carry(self, states: list[Tensor] | None, sequences: list[Tensor] | None) -> None:
+        """Past `nn.Module.__setattr__`, which looks for parameters and takes microseconds."""
+        self.__dict__["states"] = states
+        self.__dict__["state_seqs"] = sequences
 
     def detach_states(self) -> None:
         """Cut the graph at the carried states (truncated BPTT)."""

@@ -13,7 +13,8 @@ _RESERVED = frozenset(
     private protected public register requires return short
     signed sizeof static struct switch template this throw true try typedef typeid typename uint8_t union unsigned using
     virtual void volatile wchar_t while xor i j k n N T K tile begin flexsn half bfloat16 load store std p
-    def del elif except from global in is lambda None nonlocal pass raise with yield True False await async""".split()
+    def del elif except from global in is lambda tl triton math libdevice None
+    nonlocal pass raise with yield True False await async""".split()
 )
 
 

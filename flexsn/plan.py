@@ -79,12 +79,34 @@ class Plan:
         return "\n".join(lines)
 
 
-def chunk_length(num_inputs: int, num_states: int) -> int:
-    """Steps between checkpoints: 16 or more, so that checkpoints take at most about 1/16 of the inputs."""
+def chunk_in_cache(num_inputs: int, num_states: int, ops: int, itemsize: int, checkpoint: bool) -> int:
+    """Steps of a chunk, for a backward that keeps a chunk in cache: 16 or more, so that checkpoints take at most about
+    1/16 of the inputs."""
     length = 16
     while length * num_inputs < 16 * num_states and length < 64:
         length *= 2
     return length
+
+
+def checkpoints_of_chunks(T: int, K: int) -> int:
+    """Every chunk but the first starts from a checkpoint."""
+    return max(0, -(-T // K) - 1)
+
+
+_UNROLLED = 160, 320  # ops of a step, unrolled, with a backward (about three times as many) and without: what compiles in seconds
+
+
+def chunk_in_registers(num_inputs: int, num_states: int, ops: int, itemsize: int, checkpoint: bool) -> int:
+    """Steps of a chunk, for kernels that keep a chunk in registers: a power of two, 16 for a LIF in float32."""
+    length = 8 if itemsize == 2 else 16  # threads that take several 16-bit neurons need the registers
+    while length > 2 and length * ops * max(4, itemsize) // 4 > _UNROLLED[not checkpoint]:
+        length //= 2
+    return length
+
+
+def checkpoints_of_pieces(T: int, K: int) -> int:
+    """The same, where the steps after the last full chunk go in one piece for every bit of T % K."""
+    return max(0, T // K + (T % K).bit_count() - 1)
 
 
 def plan_forward(step: Graph, storage: dict[str, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool) -> Plan:

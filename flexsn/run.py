@@ -51,13 +51,13 @@ def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None
     """
     program, shapes, T = call.program, call.shapes, call.T
     kernel = program.kernel("forward", tuple(x.dtype for x in inputs), save, call.sequences)
-    chunks = max(0, -(-T // program.chunk) - 1)
+    checkpoints = program.backend.checkpoints(T, program.chunk)
     arrays = _operands(call, inputs, states)
-    params, dims = _params(kernel.plan, program.prologue(statics), shapes.step)
+    params, dims = _params(kernel.plan, program.prologue(statics), shapes.step, inputs[0].device)
     arrays |= params
     written = {}
     for a in kernel.plan.writes:
-        rows = {"sequence": (T,), "checkpoint": (chunks,), "row": ()}[a.kind]
+        rows = {"sequence": (T,), "checkpoint": (checkpoints,), "row": ()}[a.kind]
         written[a.role] = empty((*rows, *shapes.step), a.storage, inputs[0].device)
     kernel([arrays[a.role] for a in kernel.plan.reads] + [written[a.role] for a in kernel.plan.writes], dims, T, shapes.numel)
     if T == 0:
@@ -71,6 +71,7 @@ def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None
 
 
 @torch.autocast("cpu", enabled=False)
+@torch.autocast("cuda", enabled=False)
 def backward(
     call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None], statics: dict[str, Tensor],
     checkpoints: dict[str, Tensor], cotangents: dict[str, Tensor], wanted: Sequence[str], wanted_statics: tuple[bool, ...],
@@ -95,7 +96,7 @@ def backward(
     arrays: dict[str, Tensor | None] = {**_operands(call, inputs, states), **checkpoints}
     for role, grad in cotangents.items():
         arrays[role] = _widen(grad, shapes.step, 0 if role[:2] == "gv" else 1)
-    params, dims = _params(kernel.plan, vjp.prologue(statics), shapes.step)
+    params, dims = _params(kernel.plan, vjp.prologue(statics), shapes.step, inputs[0].device)
     arrays |= params
     written = {}
     for a in kernel.plan.writes:
@@ -138,13 +139,15 @@ def _operands(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | No
     return arrays | {f"v{k}": v for k, v in enumerate(states)}
 
 
-def _params(plan: Plan, params: dict[str, Tensor], step: tuple[int, ...]) -> tuple[dict[str, Tensor | None], list[int]]:
+def _params(
+    plan: Plan, params: dict[str, Tensor], step: tuple[int, ...], device: torch.device
+) -> tuple[dict[str, Tensor | None], list[int]]:
     """Params that a plan reads, and `inner, count` of each: element i of the step reads `(i / inner) % count`."""
     arrays: dict[str, Tensor | None] = {}
     dims: list[int] = []
     for a in plan.reads:
         if a.kind == "param":
-            tensor, inner, count = _by_index(params[a.role], step)
+            tensor, inner, count = _by_index(params[a.role].to(device), step)  # a number may be a tensor on the CPU
             arrays[a.role] = tensor
             dims += [inner, count]
     return arrays, dims

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import _compat, run
 from . import reads as reading
 from .capture import Meta
+from .compile import BACKENDS as KERNELS
 from .compile import program_for
 from .eager import eager_loop
 from .errors import (
@@ -31,7 +32,7 @@ from .reads import Reads
 from .record import INTERNAL
 from .signature import Signature, check_operands, core_name, make_signature
 
-BACKENDS = ("auto", "torch", "cpp")
+BACKENDS = ("auto", "torch", "cpp", "triton", "inductor")
 
 
 class ScanResult(NamedTuple):
@@ -59,7 +60,8 @@ def scan(
         states: initial states, broadcastable to the step shape; None for zeros of the shape and dtype that `core` returns.
         params: tensors that go to every step unchanged. Tensors that `core` captures need not be listed.
         store_state_seqs: return the states of every step in place of the final ones.
-        backend: `"auto"`, `"cpp"` (fused, CPU) or `"torch"` (the eager loop).
+        backend: `"auto"`, `"cpp"` (fused, CPU), `"triton"` (fused, NVIDIA GPUs; also named `"inductor"`) or `"torch"` (the
+            eager loop).
         strict: make `"auto"` raise where it would fall back to the eager loop.
 
     Returns:
@@ -147,9 +149,10 @@ def _look(core: Callable) -> Reads:
 
 def _fused(core, seen, replaced, sig: Signature, inputs, states, params, backend: str, sequences: bool, num_outputs: int | None):
     device = inputs[0].device
-    if device.type != "cpu":
-        error = BackendError if backend == "cpp" else BackendUnavailableError
-        raise error(f"there is no fused kernel for device {device} yet", core=sig.core, hint='Use backend="torch", the eager loop.')
+    name = {"auto": "triton" if device.type == "cuda" else "cpp", "inductor": "triton"}.get(backend, backend)
+    refused = KERNELS[name].refuses(device)
+    if refused is not None:
+        raise (BackendUnavailableError if backend == "auto" else BackendError)(refused, core=sig.core, hint='Use backend="auto".')
     captured = seen.tensors(replaced)
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
@@ -158,7 +161,7 @@ def _fused(core, seen, replaced, sig: Signature, inputs, states, params, backend
     if _compat.forward_ad_level() >= 0 and any(t is not None and _compat.has_tangent(t) for t in tensors):
         raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=sig.core)
     with reading.bound(seen, replaced):
-        program, shapes = program_for("cpp", core, seen, sig, metas, device, captured, num_outputs)
+        program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
         differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if differentiable:
             program.differentiate(core, captured)

@@ -17,12 +17,17 @@ _made: list[str] = []
 
 
 def pytest_addoption(parser):
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where the operands of the tests are made")
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/* from what the renderer gives now")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes seconds; deselect with -m 'not slow'")
     config.addinivalue_line("markers", "gpu: needs a GPU")
+    if config.getoption("--device") == "cuda":
+        torch.set_default_device("cuda")
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: `backend="triton"` takes CPU tensors
     if hasattr(config, "workerinput"):  # an xdist worker inherits the environment of the main process
         torch.set_num_threads(1)
         return

@@ -28,9 +28,9 @@ def evaluate(core, inputs, states=(), params=(), *, backend, sequences=False, ca
     result = flexsn.scan(core, inputs, states, params, store_state_seqs=sequences, backend=backend)
     values = {f"output {k}": y for k, y in enumerate(result.outputs)}
     values |= {f"{'sequence' if sequences else 'final'} {k}": v for k, v in enumerate(result.states)}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     cotangents = {
-        n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)
+        n: torch.randn(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t)
         for n, t in values.items()
         if t.dtype.is_floating_point
     }
@@ -79,14 +79,25 @@ def assert_same_grads(fused, eager, scale=1.0):
         torch.testing.assert_close(got, want, rtol=tol, atol=tol * size, equal_nan=True, msg=lambda m, n=name: f"gradient of {n}: {m}")
 
 
-def check(core, inputs, states=(), params=(), *, sequences=False, captured=None, loss=None, exact=True, scale=1.0):
-    """The fused kernel gives what the eager loop gives. Returns the fused values and gradients."""
+def backends():
+    """Those that run where the tests make their operands; on the CPU Triton's kernels are interpreted."""
+    return ("triton",) if torch.get_default_device().type == "cuda" else ("cpp", "triton")
+
+
+def check(core, inputs, states=(), params=(), *, sequences=False, captured=None, loss=None, exact=True, scale=1.0, only=None):
+    """The fused kernels give what the eager loop gives. Returns the values and gradients of the first backend.
+
+    `only`: the one backend to check; a reason why stands beside every use.
+    """
     options = {"sequences": sequences, "captured": captured, "loss": loss}
-    values, grads = evaluate(core, inputs, states, params, backend="cpp", **options)
     want_values, want_grads = evaluate(core, inputs, states, params, backend="torch", **options)
-    assert_same_values(values, want_values, exact)
-    assert_same_grads(grads, want_grads, scale)
-    return values, grads
+    found = []
+    for backend in (only,) if only else backends():
+        values, grads = evaluate(core, inputs, states, params, backend=backend, **options)
+        assert_same_values(values, want_values, exact)
+        assert_same_grads(grads, want_grads, scale)
+        found.append((values, grads))
+    return found[0]
 
 
 def line_of(function, text):

@@ -6,7 +6,7 @@ from cores import adlif, lif
 import flexsn
 from flexsn import compile as compiling
 from flexsn.capture import Meta
-from flexsn.plan import chunk_length
+from flexsn.plan import chunk_in_cache
 from flexsn.reads import look
 from flexsn.signature import make_signature
 
@@ -25,8 +25,15 @@ def roles(arrays, kind=None):
     return [a.role for a in arrays if kind is None or a.kind == kind]
 
 
-def test_chunk_length():
-    assert [chunk_length(1, 1), chunk_length(2, 1), chunk_length(1, 2), chunk_length(1, 3), chunk_length(1, 4), chunk_length(1, 40)] == [
+def test_chunk_in_cache():
+    assert [
+        chunk_in_cache(1, 1, 10, 4, True),
+        chunk_in_cache(2, 1, 10, 4, True),
+        chunk_in_cache(1, 2, 10, 4, True),
+        chunk_in_cache(1, 3, 10, 4, True),
+        chunk_in_cache(1, 4, 10, 4, True),
+        chunk_in_cache(1, 40, 10, 4, True),
+    ] == [
         16,
         16,
         32,
@@ -34,7 +41,7 @@ def test_chunk_length():
         64,
         64,
     ]
-    assert chunk_length(1, 0) == 16
+    assert chunk_in_cache(1, 0, 10, 4, True) == 16
 
 
 def test_forward():

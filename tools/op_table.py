@@ -10,6 +10,7 @@ input sequences. `backend="cpp"` must agree with `backend="torch"` in shape, dty
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import math
@@ -290,12 +291,12 @@ class InterpretedKernel:
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Within it, backend "cpp" renders its kernels but interprets their graphs."""
-    render, load = flexsn_compile.BACKENDS["cpp"]
-    flexsn_compile.BACKENDS["cpp"] = (render, InterpretedKernel)
+    backend = flexsn_compile.BACKENDS["cpp"]
+    flexsn_compile.BACKENDS["cpp"] = dataclasses.replace(backend, load=InterpretedKernel)
     try:
         yield
     finally:
-        flexsn_compile.BACKENDS["cpp"] = (render, load)
+        flexsn_compile.BACKENDS["cpp"] = backend
         with flexsn_compile._lock:  # programs that hold interpreted kernels
             for cache in (flexsn_compile._exact, flexsn_compile._by_layout):
                 cache.clear()

@@ -1,0 +1,160 @@
+"""Measure tiles and chunks of the Triton kernels on this GPU: what `launch_triton.tile_for` is made from.
+
+    python tools/tune_triton.py --output tune.json [--cores lif_sigmoid ...] [--jobs 16]
+
+For every core, size, chunk and tile: milliseconds of inference, of the forward with checkpoints, and of the backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import cores
+
+from flexsn import launch_triton, render_triton
+from flexsn.capture import Meta
+from flexsn.compile import Program
+from flexsn.launch_triton import Kernel, Tile
+from flexsn.scan import look
+from flexsn.signature import make_signature
+
+SIZES = {
+    "lif_sigmoid": [(32, 3_211_264, "float32"), (1024, 131_072, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32"),
+                    (32, 802_816, "float32"), (8, 8_388_608, "float16"), (64, 1_048_576, "float16")],
+    "adaptive_lif": [(32, 1_605_632, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32")],
+    "hodgkin_huxley": [(32, 1_605_632, "float32"), (1024, 16_384, "float32")],
+}  # fmt: skip
+CHUNKS = {"lif_sigmoid": [8, 16], "adaptive_lif": [8, 16], "hodgkin_huxley": [1, 2, 4]}
+BLOCKS = [(64, 2, False), (128, 4, False), (128, 2, True), (256, 4, True), (256, 2, True), (512, 4, True)]  # neurons, warps, aligned
+CORES = {
+    "lif_sigmoid": (cores.lif_sigmoid, 1, 1),
+    "adaptive_lif": (cores.adaptive_lif, 2, 2),
+    "hodgkin_huxley": (cores.hodgkin_huxley, 1, 4),
+}
+
+
+def program(name: str, dtype: torch.dtype) -> Program:
+    core, inputs, states = CORES[name]
+    sig, captured = make_signature(core, inputs, states, 0), look(core).tensors()
+    made = Program("triton", core, sig, [Meta((5, 7), dtype)] * inputs + [None] * states, torch.device("cuda"), captured, None)
+    made.differentiate(core, captured)
+    return made
+
+
+def plans(made: Program, dtype: torch.dtype, chunk: int) -> dict:
+    made.chunk = made.inference_chunk = chunk
+    dtypes = (dtype,) * made.sig.num_inputs
+    wanted = [f"gx{k}" for k in range(made.sig.num_inputs)] + [f"gv{k}" for k in range(made.sig.num_states)]
+    cotangents = [f"gy{k}" for k in range(made.num_outputs)]
+    return {
+        "inference": made.forward_plan(dtypes, False, False),
+        "forward": made.forward_plan(dtypes, True, False),
+        "backward": made.backward_plan(dtypes, wanted, cotangents),
+    }
+
+
+def build(job) -> tuple[float, dict]:
+    """In a worker without a GPU context: fill Triton's cache."""
+    from triton.backends.compiler import GPUTarget
+
+    plan, tile = job
+    start = time.perf_counter()
+    try:
+        binary = Kernel(plan, render_triton.render(plan)).build(tile, GPUTarget("cuda", 90, 32))
+    except Exception as error:
+        return time.perf_counter() - start, {"error": str(error)[-300:]}
+    return time.perf_counter() - start, {"shared": binary.metadata.shared}
+
+
+def arrays(plan, T: int, N: int, checkpoints: int, pool: dict) -> list:
+    found = []
+    for i, a in enumerate(plan.arguments):
+        rows = {"sequence": T, "checkpoint": max(1, checkpoints), "row": 1, "param": 1}[a.kind]
+        key = (i < len(plan.reads) and a.kind != "checkpoint", a.role)
+        if key not in pool or pool[key].numel() < rows * N:
+            pool[key] = torch.randn(rows * N, device="cuda").to(a.storage)
+        found.append(None if a.kind == "row" and key[0] else pool[key][: rows * N].view(rows, N))
+    return found
+
+
+def measure(plan, tile: Tile, T: int, N: int, checkpoints: int, memory: dict) -> tuple[float, object]:
+    from triton.testing import do_bench
+
+    kernel = Kernel(plan, render_triton.render(plan))
+    binary = kernel.binary(tile, 0)
+    launch_triton.tile_for = lambda *_: tile
+    given = arrays(plan, T, N, checkpoints, memory)
+    return do_bench(lambda: kernel(given, [], T, N), warmup=3, rep=15, return_mode="median"), binary
+
+
+def copy_rate() -> float:
+    """Bytes read and written per second by a device copy of 512 MiB."""
+    from triton.testing import do_bench
+
+    source, target = torch.empty(2, 2**27, device="cuda")
+    return 2 * 4 * 2**27 / do_bench(lambda: target.copy_(source), warmup=10, rep=50, return_mode="median") * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--cores", nargs="*", default=list(SIZES))
+    parser.add_argument("--jobs", type=int, default=16)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    cases = []
+    for name in options.cores:
+        for dtype in dict.fromkeys(d for _, _, d in SIZES[name]):
+            made = program(name, getattr(torch, dtype))
+            for chunk in CHUNKS[name]:
+                for direction, plan in plans(made, getattr(torch, dtype), chunk).items():
+                    for (block, warps, aligned), ahead in itertools.product(BLOCKS, (False, True)):
+                        cases.append((name, dtype, chunk, direction, plan, Tile(block, warps, ahead, aligned), made.backend.checkpoints))
+    start = time.perf_counter()
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        built = list(pool.map(build, [(c[4], c[5]) for c in cases]))
+    print(f"{len(cases)} builds in {time.perf_counter() - start:.0f} s; slowest {max(s for s, _ in built):.1f} s", flush=True)
+    rows = []
+    rate = copy_rate()
+    print(f"device copy {rate / 1e12:.3f} TB/s", flush=True)
+    for name in options.cores:
+        for T, N, dtype in SIZES[name]:
+            memory: dict = {}
+            for (core, case_dtype, chunk, direction, plan, tile, checkpoints), (seconds, outcome) in zip(cases, built, strict=True):
+                if (core, case_dtype) != (name, dtype) or "error" in outcome:
+                    continue
+                ms, binary = measure(plan, tile, T, N, checkpoints(T, chunk), memory)
+                moved = (plan.bytes_per_step(plan.reads) + plan.bytes_per_step(plan.writes)) * T * N
+                least = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence") * T * N
+                rows.append({
+                    "core": core, "T": T, "N": N, "dtype": dtype, "chunk": chunk, "kernel": direction, **dataclasses.asdict(tile),
+                    "ms": ms, "floor_ms": least / rate * 1e3, "moved_ms": moved / rate * 1e3, "registers": binary.n_regs,
+                    "spills": binary.n_spills, "build_s": seconds,
+                })  # fmt: skip
+            print(f"{name} {T}x{N}: {time.perf_counter() - start:.0f} s", flush=True)
+    found = {"device": torch.cuda.get_device_name(), "copy_tb_s": rate / 1e12, "torch": torch.__version__, "rows": rows}
+    Path(options.output).write_text(json.dumps(found))
+    rows.sort(key=lambda r: (r["core"], r["T"], r["N"], r["kernel"], r["ms"]))
+    for _, group in itertools.groupby(rows, key=lambda r: (r["core"], r["T"], r["N"], r["kernel"])):
+        for r in list(group)[:3]:
+            print(
+                f"{r['core']} {r['T']}x{r['N']} {r['dtype']} {r['kernel']:9} {r['ms']:.4f} ms, floor {r['floor_ms']:.4f}"
+                f" ({r['floor_ms'] / r['ms']:.0%}) K={r['chunk']} block={r['block']} warps={r['warps']} ahead={r['ahead']}"
+                f" aligned={r['aligned']} registers={r['registers']} spills={r['spills']} build={r['build_s']:.1f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()
