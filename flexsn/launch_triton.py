@@ -46,18 +46,22 @@ class Tile:
     aligned: bool = False
 
 
-def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
-    """The tile for N neurons on a GPU of so many multiprocessors; `aligned`: whether its rows are.
+_WIDE = 768  # neurons per multiprocessor from which on the GPU is full without loads ahead
+_LARGE_CORE = 100  # ops of a step from which on a thread has registers for one neuron only
 
-    From `tools/tune_triton.py` on an H200 (benchmarks/results/gpu_tune_h200.json): within 6% of the best of all tiles for
-    LIF and adaptive LIF at every size, so that a new N hardly ever needs another binary.
+
+def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
+    """The tile for N neurons on a GPU of so many multiprocessors; `aligned`: whether rows start at multiples of 16 bytes.
+
+    There are two, for few and for many neurons, from `tools/tune_triton.py` on an H200
+    (benchmarks/results/gpu_tune_h200.json): within 6% of the best of all tiles for LIF and adaptive LIF at every size.
     """
-    itemsize = max(a.storage.itemsize for a in plan.arguments)
-    if plan.direction == "forward":
-        return Tile(512 // itemsize, 2, ahead=True, aligned=aligned)
-    if itemsize == 2 and 2048 * processors < N:  # enough other warps: registers are worth more than loads ahead
-        return Tile(256, 2, ahead=False, aligned=aligned)
-    return Tile(64, 2, ahead=True)
+    if _WIDE * processors >= N:
+        return Tile(64, 2, ahead=True)
+    if not aligned or len(plan.step.nodes) > _LARGE_CORE:
+        return Tile(64, 2, ahead=False)
+    itemsize = max((a.storage.itemsize for a in plan.arguments if a.kind == "sequence"), default=4)
+    return Tile(512 // itemsize, 2, ahead=False, aligned=True)
 
 
 def interpreted() -> bool:
@@ -83,43 +87,55 @@ class Kernel:
         self.plan, self.source = plan, source
         self.function = _define(source, kernel_name(plan))
         self._binaries: dict[tuple[Tile, int], Any] = {}
-        self._tile = functools.lru_cache(lambda N, index, aligned: tile_for(plan, N, _processors(index), aligned))
-        self._bits = [1 << nullable(plan).index(a) if a.kind == "row" and i < len(plan.reads) else 0 for i, a in enumerate(plan.arguments)]
+        self._ready: dict[tuple[int, int, bool], tuple] = {}
+        self._nullable = [(1 << bit, plan.arguments.index(a)) for bit, a in enumerate(nullable(plan))]
 
     def __call__(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int) -> None:
         """Run over T steps of N neurons; arrays contiguous, in the order of `plan.arguments`, None where absent."""
         if T == 0 or N == 0:
             return
-        given = sum([bit for bit, a in zip(self._bits, arrays, strict=True) if a is not None])
-        device = next(a for a in arrays if a is not None).device
+        given = 0
+        for bit, place in self._nullable:
+            if arrays[place] is not None:
+                given |= bit
+        written = arrays[-1]
+        assert written is not None, "what is written is there"
+        device = written.device
         if device.type != "cuda":
             self._interpret(arrays, dims, T, N, given)
             return
-        index = device.index
         pointers = [0 if a is None else a.data_ptr() for a in arrays]
-        aligned = not N % 16 and not any([p % 16 for p in pointers])
-        tile = self._tile(N, index, aligned)
-        binary = self._binaries.get((tile, index)) or self.binary(tile, index)
-        numbers = (*pointers, *dims, T, N, given, tile.block, tile.ahead)
+        address = N
+        for pointer in pointers:
+            address |= pointer
+        index, aligned = device.index, not address % 16
+        ready = self._ready.get((N, index, aligned)) or self._prepare(N, index, aligned)
+        binary, grid, tile = ready
         stream = _compat.current_stream(index)
+        numbers = (*pointers, *dims, T, N, given, tile.block, tile.ahead)
         if _compat.current_device() == index:
-            binary.run(-(-N // tile.block), 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *numbers)
+            binary.run(grid, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *numbers)
         else:
             with torch.cuda.device(index):
-                binary.run(-(-N // tile.block), 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *numbers)
+                binary.run(grid, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *numbers)
 
-    def binary(self, tile: Tile, index: int) -> Any:
+    def _prepare(self, N: int, index: int, aligned: bool) -> tuple:
+        tile = tile_for(self.plan, N, _processors(index), aligned)
+        if len(self._ready) > 1000:
+            self._ready.clear()
+        self._ready[N, index, aligned] = ready = (self._binary(tile, index), -(-N // tile.block), tile)
+        return ready
+
+    def _binary(self, tile: Tile, index: int) -> Any:
         """The binary for a tile, loaded on a GPU; built if neither this process nor the disk has it."""
-        with _lock:
+        with _lock, torch.cuda.device(index):
             if (tile, index) not in self._binaries:
-                with torch.cuda.device(index):
-                    binary = self.build(tile)
-                    binary._init_handles()
-                    self._binaries[tile, index] = binary
+                self._binaries[tile, index] = binary = self.build(tile, _target())
+                binary._init_handles()
             return self._binaries[tile, index]
 
-    def build(self, tile: Tile, target: Any = None) -> Any:
-        """Compile, for the current GPU or a `GPUTarget`.
+    def build(self, tile: Tile, target: Any) -> Any:
+        """Compile for a `GPUTarget`.
 
         Raises:
             BuildError: Triton failed.
@@ -132,7 +148,7 @@ class Kernel:
         attributes = {(i,): [["tt.divisibility", 16]] for i in even}
         source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
         try:
-            return triton.compile(source, target=target, options={"num_warps": tile.warps, "enable_fp_fusion": False})
+            return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": 1, "enable_fp_fusion": False})
         except Exception as error:  # whatever a compiler raises
             raise BuildError(
                 f"Triton failed on `{kernel_name(self.plan)}`: {type(error).__name__}: {str(error)[-2000:]}",
@@ -149,6 +165,11 @@ class Kernel:
         for given_one, used in list(zip(present, taken, strict=True))[len(self.plan.reads) :]:
             if used is not given_one:
                 given_one.copy_(used)
+
+
+def _target() -> Any:
+    """The current GPU."""
+    return _triton().runtime.driver.active.get_current_target()
 
 
 @functools.cache

@@ -27,7 +27,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """`torch.empty`, from a block that an earlier result left where one fits."""
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if size < LEAST or device.type != "cpu":
+    if size < LEAST or device.type != "cpu":  # GPUs have PyTorch's caching allocator
         return torch.empty(shape, dtype=dtype, device=device)
     block = _take(size) or mmap.mmap(-1, -(-size // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     view = memoryview(block)  # the tensor's storage holds it

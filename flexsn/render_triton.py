@@ -44,7 +44,8 @@ def render(plan: Plan) -> str:
 
 def kernel_name(plan: Plan) -> str:
     """As profilers show it."""
-    return f"{safe(plan.core).replace('.', '_')}_{plan.direction}"
+    name = f"{safe(plan.core).replace('.', '_')}_{plan.direction}"
+    return name if name.isidentifier() else f"core_{name}"
 
 
 def nullable(plan: Plan) -> list[Array]:
@@ -110,6 +111,11 @@ def literal(node: Node) -> str:
         return repr(bool(value))
     if COMPUTE[dtype] == "tl.float32":
         value = float32(value)
+    if value == 0 and math.copysign(1.0, value) < 0:  # Triton makes 0.0 of -0.0
+        bits = "tl.full((), -(2**63), tl.int64)" if dtype is torch.float64 else "tl.full((), -(2**31), tl.int32)"
+        return f"{bits}.to({COMPUTE[dtype]}, bitcast=True)"
+    if COMPUTE[dtype] == "tl.float32" and 0 < abs(value) < 2.0**-126:  # Triton takes the literal for a float64
+        return f"tl.full((), {value!r}, tl.float32)"
     text = repr(value) if not isinstance(value, float) or math.isfinite(value) else f'float("{value}")'
     if COMPUTE[dtype] in ("tl.float32", "tl.int32"):
         return f"({text})" if text[0] == "-" else text
@@ -151,8 +157,9 @@ def _computation(plan: Plan, graph: Graph, name: str, comment: str, roles: Seque
         if COMPUTE[stored.get(role, node.dtype)] != f"tl.{_long(stored.get(role, node.dtype))}":  # a 16-bit float
             body.append(f"{node.name} = {node.name}.to({COMPUTE[node.dtype]})")
     body += language.statements(graph)
-    shape = f"{inside[roles[0]]}.shape" if roles else "(1,)"
-    return _function(name, list(inside.values()), comment, body, [_result(graph.outputs[r], shape) for r in results])
+    operands = list(inside.values()) or ["mask"]  # without operands, `mask` tells the shape
+    shape = f"{operands[0]}.shape"
+    return _function(name, operands, comment, body, [_result(graph.outputs[r], shape) for r in results])
 
 
 def _long(dtype: torch.dtype) -> str:
@@ -225,7 +232,7 @@ def _forward(plan: Plan) -> list[str]:
 
     at = [f"{r}_at" for r in f.written]
     body = ["for j in tl.static_range(L):"]
-    body.append("    " + _call(results, "step", [f"{r}[j]" if r in f.sequences else r for r in operands]))
+    body.append("    " + _call(results, "step", [f"{r}[j]" if r in f.sequences else r for r in operands] or ["mask"]))
     body += [f"    tl.store({r}_at + j * N, {outputs[r]}, mask=mask)" for r in f.written]
     parameters = [*f.sequences, *at, *states, *f.params, "N", "mask", "L: tl.constexpr"]
     lines += _function("steps", parameters, "L steps, their inputs in registers.", body, states)
@@ -281,13 +288,13 @@ def _backward(plan: Plan) -> list[str]:
     body = [f"{v}_all = ({v},)" for v in states]
     if states:
         own = [f"{r}[j]" if r in f.sequences else r for r in ahead.inputs]
-        body += ["for j in tl.static_range(L - 1):", "    " + _call(states, "advance", own)]
+        body += ["for j in tl.static_range(L - 1):", "    " + _call(states, "advance", own or ["mask"])]
         body += [f"    {v}_all = {v}_all + ({v},)" for v in states]
     body.append("for j in tl.static_range(L - 1, -1, -1):")
     gained = {r: f"{r}_step" for r in f.carried if r[:2] == "gp"}
     body += [f"    {r} = {r} + gs{r[2:]}[j].to({r}.dtype)" for r in f.carried if f"gs{r[2:]}" in f.sequences and r[:2] == "gv"]
     own = [f"{r}[j]" if r in f.sequences else f"{r}_all[j]" if r in states else r for r in operands]
-    body.append("    " + _call([gained.get(r, r) for r in results], "vjp", own))
+    body.append("    " + _call([gained.get(r, r) for r in results], "vjp", own or ["mask"]))
     body += [f"    {r} = {r} + {new}" for r, new in gained.items()]
     body += [f"    tl.store({r}_at + j * N, {r}, mask=mask)" for r in f.written]
     parameters = [*f.sequences, *at, *states, *f.carried, *f.params, "N", "mask", "L: tl.constexpr"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,23 +13,83 @@ from torch import Tensor
 from .compile import Program, Shapes, rescale
 from .graph import HALF
 from .memory import empty
-from .plan import Plan
 
 
-@dataclass(frozen=True)
 class Call:
-    """Everything about one call but its tensors.
+    """Everything about calls with operands of the same kinds but the tensors themselves: made once, used by each of them.
 
     Attributes:
+        program: what runs.
+        shapes: step shapes of this call.
+        T: steps.
         statics: names of the params and captured tensors, in the order in which they are passed.
         sequences: whether the states of every step are returned too.
+        differentiable: whether autograd records the call.
+        kinds: shape and dtype of every operand as given, None for a default state.
+        roles: of inputs and initial states, in order.
     """
 
-    program: Program
-    shapes: Shapes
-    T: int
-    statics: tuple[str, ...]
-    sequences: bool
+    def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
+                 tensors: Sequence[Tensor | None]):  # fmt: skip
+        self.program, self.shapes, self.T, self.statics = program, shapes, T, statics
+        self.sequences, self.differentiable = sequences, differentiable
+        self.kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
+        sig = program.sig
+        self.num_inputs, self.num_operands = sig.num_inputs, sig.num_inputs + sig.num_states
+        self.roles = tuple([f"x{k}" for k in range(sig.num_inputs)] + [f"v{k}" for k in range(sig.num_states)])
+        self.numel = shapes.numel
+        self._launches: dict[tuple, Launch] = {}
+
+    def forward_launch(self, inputs: Sequence[Tensor], save: bool) -> Launch:
+        key = ("forward", save)
+        if key not in self._launches:
+            kernel = self.program.kernel("forward", tuple(x.dtype for x in inputs), save, self.sequences)
+            self._launches[key] = Launch(self, kernel, {})
+        return self._launches[key]
+
+    def backward_launch(
+        self, inputs: Sequence[Tensor], wanted: tuple[str, ...], present: tuple[str, ...], statics: tuple[bool, ...]
+    ) -> Launch:
+        """For the gradients of inputs and states `wanted`, of `statics`, from the cotangents `present`."""
+        key = ("backward", wanted, present, statics)
+        if key not in self._launches:
+            vjp = self.program.vjp
+            assert vjp is not None
+            _, sums = vjp.epilogue(statics)
+            kernel = self.program.kernel("backward", tuple(x.dtype for x in inputs), (*wanted, *sums), present)
+            steps = {r: rescale(tuple(vjp.frontier[r].meta["val"].shape), self.program.step, self.shapes.step) for r in sums}
+            self._launches[key] = Launch(self, kernel, steps)
+        return self._launches[key]
+
+
+class Launch:
+    """A kernel of a call: which arrays it takes, and which are allocated for it.
+
+    Attributes:
+        reads: roles, in the order of the kernel's arguments.
+        params: those of them that the prologue computes.
+        writes: role, shape and dtype of every array to allocate.
+        sums: step shapes of the sums over time that the epilogue takes (`gp*`).
+    """
+
+    def __init__(self, call: Call, kernel: Any, sums: dict[str, tuple[int, ...]]):
+        self.kernel, self.sums = kernel, sums
+        plan, program = kernel.plan, call.program
+        self.reads = [a.role for a in plan.reads]
+        self.params = [a.role for a in plan.reads if a.kind == "param"]
+        rows = {"sequence": (call.T,), "checkpoint": (program.backend.checkpoints(call.T, program.chunk),), "row": ()}
+        self.writes = [(a.role, (*rows[a.kind], *call.shapes.step), a.storage) for a in plan.writes]
+
+    def __call__(self, call: Call, arrays: dict[str, Tensor | None], params: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Run; returns what was written, by role."""
+        dims: list[int] = []
+        for role in self.params:
+            tensor, inner, count = _by_index(params[role].to(device), call.shapes.step)  # a number may be a tensor on the CPU
+            arrays[role] = tensor
+            dims += (inner, count)
+        written = {role: empty(shape, dtype, device) for role, shape, dtype in self.writes}
+        self.kernel([arrays.get(r) for r in self.reads] + list(written.values()), dims, call.T, call.numel)
+        return written
 
 
 @dataclass
@@ -49,17 +110,9 @@ def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None
         states: initial states as `rows()` gives them, or None for zeros.
         save: also write checkpoints for a backward.
     """
-    program, shapes, T = call.program, call.shapes, call.T
-    kernel = program.kernel("forward", tuple(x.dtype for x in inputs), save, call.sequences)
-    checkpoints = program.backend.checkpoints(T, program.chunk)
-    arrays = _operands(call, inputs, states)
-    params, dims = _params(kernel.plan, program.prologue(statics), shapes.step, inputs[0].device)
-    arrays |= params
-    written = {}
-    for a in kernel.plan.writes:
-        rows = {"sequence": (T,), "checkpoint": (checkpoints,), "row": ()}[a.kind]
-        written[a.role] = empty((*rows, *shapes.step), a.storage, inputs[0].device)
-    kernel([arrays[a.role] for a in kernel.plan.reads] + [written[a.role] for a in kernel.plan.writes], dims, T, shapes.numel)
+    launch, shapes, T = call.forward_launch(inputs, save), call.shapes, call.T
+    arrays: dict[str, Tensor | None] = dict(zip(call.roles, (*inputs, *states), strict=True))
+    written = launch(call, arrays, call.program.prologue(statics), inputs[0].device)
     if T == 0:
         for k, state in enumerate(states):
             final = written[f"v{k}"]
@@ -70,8 +123,6 @@ def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None
     return Forward(outputs, finals, sequences, {r: t for r, t in written.items() if r[0] == "c"})
 
 
-@torch.autocast("cpu", enabled=False)
-@torch.autocast("cuda", enabled=False)
 def backward(
     call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None], statics: dict[str, Tensor],
     checkpoints: dict[str, Tensor], cotangents: dict[str, Tensor], wanted: Sequence[str], wanted_statics: tuple[bool, ...],
@@ -86,29 +137,23 @@ def backward(
     Returns:
         Gradients of inputs and initial states by role, and gradients of the statics.
     """
-    program, shapes, T = call.program, call.shapes, call.T
-    vjp = program.vjp
+    vjp, step = call.program.vjp, call.shapes.step
     assert vjp is not None
-    epilogue, sums = vjp.epilogue(wanted_statics)
-    wanted = [r for r in wanted if r in vjp.graph.outputs]
-    present = tuple(sorted(r for r in cotangents if r[:2] != "gv"))
-    kernel = program.kernel("backward", tuple(x.dtype for x in inputs), (*wanted, *sums), present)
-    arrays: dict[str, Tensor | None] = {**_operands(call, inputs, states), **checkpoints}
+    wanted = tuple([r for r in wanted if r in vjp.graph.outputs])
+    present = tuple(sorted([r for r in cotangents if r[:2] != "gv"]))
+    launch = call.backward_launch(inputs, wanted, present, wanted_statics)
+    arrays: dict[str, Tensor | None] = dict(zip(call.roles, (*inputs, *states), strict=True))
+    arrays |= checkpoints
     for role, grad in cotangents.items():
-        arrays[role] = _widen(grad, shapes.step, 0 if role[:2] == "gv" else 1)
-    params, dims = _params(kernel.plan, vjp.prologue(statics), shapes.step, inputs[0].device)
-    arrays |= params
-    written = {}
-    for a in kernel.plan.writes:
-        rows = (T,) if a.kind == "sequence" else ()
-        written[a.role] = empty((*rows, *shapes.step), a.storage, inputs[0].device)
-    if T == 0:
+        arrays[role] = _widen(grad, step, 0 if role[:2] == "gv" else 1)
+    written = launch(call, arrays, vjp.prologue(statics), inputs[0].device)
+    if call.T == 0:
         for role, grad in written.items():
             final = arrays.get(role)
             grad.zero_() if final is None else grad.copy_(final)
-    kernel([arrays.get(a.role) for a in kernel.plan.reads] + [written[a.role] for a in kernel.plan.writes], dims, T, shapes.numel)
-    shapes_of_sums = [rescale(tuple(vjp.frontier[r].meta["val"].shape), program.step, shapes.step) for r in sums]
-    found = epilogue(statics, [unbroadcast(written[r], s, 0) for r, s in zip(sums, shapes_of_sums, strict=True)])
+    if not any(wanted_statics):
+        return written, [None] * len(wanted_statics)
+    found = vjp.epilogue(wanted_statics)[0](statics, [unbroadcast(written[r], s, 0) for r, s in launch.sums.items()])
     return {r: written[r] for r in wanted}, [found.get(str(k)) for k in range(len(wanted_statics))]
 
 
@@ -132,25 +177,6 @@ def _sum_steps(grad: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
     dims = list(range(leading, leading + missing))
     dims += [d + leading + missing for d, n in enumerate(step) if n == 1 and grad.shape[d + leading + missing] != 1]
     return grad.sum(dims) if dims else grad
-
-
-def _operands(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-    arrays: dict[str, Tensor | None] = {f"x{k}": x for k, x in enumerate(inputs)}
-    return arrays | {f"v{k}": v for k, v in enumerate(states)}
-
-
-def _params(
-    plan: Plan, params: dict[str, Tensor], step: tuple[int, ...], device: torch.device
-) -> tuple[dict[str, Tensor | None], list[int]]:
-    """Params that a plan reads, and `inner, count` of each: element i of the step reads `(i / inner) % count`."""
-    arrays: dict[str, Tensor | None] = {}
-    dims: list[int] = []
-    for a in plan.reads:
-        if a.kind == "param":
-            tensor, inner, count = _by_index(params[a.role].to(device), step)  # a number may be a tensor on the CPU
-            arrays[a.role] = tensor
-            dims += [inner, count]
-    return arrays, dims
 
 
 def _by_index(param: Tensor, step: tuple[int, ...]) -> tuple[Tensor, int, int]:

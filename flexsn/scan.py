@@ -86,26 +86,43 @@ def run_core(
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):  # dtypes are those of the operands
+    if _autocasting():  # dtypes are those of the operands
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return run_core(
                 core, seen, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs
             )
+    captured = seen.tensors(replaced) if seen.objects else {}
+    tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
+    key = _kinds(tensors, (*counts, backend, sequences, num_outputs))
+    call = seen.calls.get(key)
+    if call is not None and _compat.forward_ad_level() < 0:
+        return _run(call, tensors)
     if counts not in seen.signatures:
         seen.signatures[counts] = make_signature(core, *counts)
     sig = seen.signatures[counts]
     check_operands(sig, inputs, states, params)
     if backend != "torch":
         try:
-            return _fused(core, seen, replaced, sig, inputs, states, params, backend, sequences, num_outputs)
+            call = _prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
+            results = _run(call, tensors)
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
                 raise
             _warn_once(error)
+        else:
+            if key is not None:
+                if len(seen.calls) >= _MOST_CALLS:
+                    seen.calls.clear()
+                seen.calls[key] = call
+            return results
     with reading.bound(seen, replaced):
         outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
+
+
+def _autocasting() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 _warned: set[str] = set()
@@ -147,13 +164,34 @@ def _look(core: Callable) -> Reads:
     return seen
 
 
-def _fused(core, seen, replaced, sig: Signature, inputs, states, params, backend: str, sequences: bool, num_outputs: int | None):
+_MOST_CALLS = 256
+
+
+def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:
+    """What a call depends on but for the values of its operands; None where one is no plain tensor."""
+    kinds: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype()]
+    for t in tensors:
+        if t is None:
+            kinds.append(None)
+        elif type(t) not in _PLAIN or t.is_nested or t.layout is not torch.strided:
+            return None
+        else:
+            kinds += (t.shape, t.dtype, t.device, t.requires_grad)
+    return (*others, *kinds)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _prepare(
+    core, seen: Reads, replaced, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None
+) -> run.Call:
+    """Find or make the program for a call."""
     device = inputs[0].device
     name = {"auto": "triton" if device.type == "cuda" else "cpp", "inductor": "triton"}.get(backend, backend)
     refused = KERNELS[name].refuses(device)
     if refused is not None:
         raise (BackendUnavailableError if backend == "auto" else BackendError)(refused, core=sig.core, hint='Use backend="auto".')
-    captured = seen.tensors(replaced)
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
@@ -165,29 +203,32 @@ def _fused(core, seen, replaced, sig: Signature, inputs, states, params, backend
         differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if differentiable:
             program.differentiate(core, captured)
-    call = run.Call(program, shapes, inputs[0].shape[0], (*sig.param_names, *captured), sequences)
-    if differentiable:
+    return run.Call(program, shapes, inputs[0].shape[0], (*sig.param_names, *captured), sequences, differentiable, tensors)
+
+
+def _run(call: run.Call, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    if call.differentiable:
         results = list(_Scan.apply(call, *tensors))
     else:
-        done, _ = _forward(call, tensors, save=False)
+        with torch.no_grad():
+            done, _ = _forward(call, tensors, save=False)
         results = [*done.outputs, *done.finals, *done.sequences]
-    outs, n = program.num_outputs, sig.num_states
+    outs, n = call.program.num_outputs, call.program.sig.num_states
     return results[outs : outs + n], results[outs + n :], results[:outs]
 
 
 def _split(call: run.Call, tensors: Sequence[Tensor | None]) -> tuple[list, list, list]:
-    i, s = call.program.sig.num_inputs, call.program.sig.num_states
-    return list(tensors[:i]), list(tensors[i : i + s]), list(tensors[i + s :])
+    i, n = call.num_inputs, call.num_operands
+    return list(tensors[:i]), list(tensors[i:n]), list(tensors[n:])
 
 
 def _forward(call: run.Call, tensors: Sequence[Tensor | None], save: bool) -> tuple[run.Forward, tuple[list, list, list]]:
+    """Without recording gradients."""
     inputs, states, statics = _split(call, tensors)
     step = call.shapes.step
-    inputs = [run.rows(x.detach(), step, 1) for x in inputs]
-    states = [None if v is None else run.rows(v.detach(), step, 0) for v in states]
-    with torch.no_grad():
-        done = run.forward(call, inputs, states, _named(call, statics), save)
-    return done, (inputs, states, statics)
+    inputs = [run.rows(x, step, 1) for x in inputs]
+    states = [None if v is None else run.rows(v, step, 0) for v in states]
+    return run.forward(call, inputs, states, _named(call, statics), save), (inputs, states, statics)
 
 
 def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -203,7 +244,6 @@ class _Scan(torch.autograd.Function):
     def forward(ctx, call: run.Call, *tensors):
         done, (inputs, states, statics) = _forward(call, tensors, save=True)
         ctx.call = call
-        ctx.metas = [None if t is None else (t.shape, t.dtype) for t in tensors]
         ctx.checkpoint_roles = tuple(done.checkpoints)
         ctx.save_for_backward(*inputs, *states, *statics, *done.checkpoints.values())
         ctx.set_materialize_grads(False)
@@ -211,12 +251,16 @@ class _Scan(torch.autograd.Function):
         assert vjp is not None
         outs = len(done.outputs)
         results = (*done.outputs, *done.finals, *done.sequences)
-        flags = (*vjp.differentiable, *(vjp.differentiable[outs:] if done.sequences else ()))
-        ctx.mark_non_differentiable(*(t for t, ok in zip(results, flags, strict=True) if not ok))
+        if not all(vjp.differentiable):
+            flags = (*vjp.differentiable, *(vjp.differentiable[outs:] if done.sequences else ()))
+            ctx.mark_non_differentiable(*[t for t, ok in zip(results, flags, strict=True) if not ok])
         return results
 
     @staticmethod
     def backward(ctx, *grads):
+        if _autocasting():
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return _Scan.backward(ctx, *grads)
         if torch.is_grad_enabled():
             raise DoubleBackwardError(
                 "is differentiated with create_graph=True, but a fused call has no second derivative", core=ctx.call.program.sig.core,
@@ -225,13 +269,13 @@ class _Scan(torch.autograd.Function):
         call, program, vjp = ctx.call, ctx.call.program, ctx.call.program.vjp
         sig, outs, n = program.sig, program.num_outputs, program.sig.num_states
         saved = ctx.saved_tensors
-        kept = len(ctx.metas)
+        kept = len(call.kinds)
         inputs, states, statics = _split(call, saved[:kept])
         checkpoints = dict(zip(ctx.checkpoint_roles, saved[kept:], strict=True))
-        prefixes = [("gy", grads[:outs]), ("gv", grads[outs : outs + n]), ("gs", grads[outs + n :])]
+        prefixes = (("gy", grads[:outs]), ("gv", grads[outs : outs + n]), ("gs", grads[outs + n :]))
         cotangents = {f"{p}{k}": g for p, gs in prefixes for k, g in enumerate(gs) if g is not None}
         needs = ctx.needs_input_grad[1:]
-        roles = [f"gx{k}" for k in range(sig.num_inputs)] + [f"gv{k}" for k in range(n)]
+        roles = [f"g{r}" for r in call.roles]
         first_static = len(roles)
         wanted = [r for r, need in zip(roles, needs, strict=False) if need]
         by_name = dict(zip(call.statics, needs[first_static:], strict=True))
@@ -240,11 +284,11 @@ class _Scan(torch.autograd.Function):
             return (None,) * (1 + len(needs))
         found, static_grads = run.backward(call, inputs, states, _named(call, statics), checkpoints, cotangents, wanted, wanted_statics)
         results: list[Tensor | None] = [None]
-        for k, (role, meta) in enumerate(zip(roles, ctx.metas, strict=False)):
+        for k, (role, meta) in enumerate(zip(roles, call.kinds, strict=False)):
             grad = found.get(role)
             results.append(None if grad is None or meta is None else run.unbroadcast(grad, meta[0], 1 if k < sig.num_inputs else 0))
         named_grads = dict(zip((*sig.param_names, *vjp.captured), static_grads, strict=True))
-        for name, meta in zip(call.statics, ctx.metas[first_static:], strict=True):
+        for name, meta in zip(call.statics, call.kinds[first_static:], strict=True):
             grad = named_grads.get(name)
             results.append(None if grad is None else grad.to(meta[1]))
         return tuple(results)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import ClassVar
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,30 +21,23 @@ class _ByTorch:
 
     _NAMES: ClassVar = {
         "rint": torch.round,
+        "round_bfloat16": lambda x: x.bfloat16().float(),
+        "fma": lambda a, b, c: torch.addcmul(c, a, b),
         "erfcx": torch.special.erfcx,
+        "fmod": lambda a, b: torch.from_numpy(np.fmod(a.numpy(), b.numpy())),  # Sleef's gives NaN where a / b overflows
         "normcdfinv": torch.special.ndtri,
-        "ilogb": lambda x: x.frexp()[1] - 1,
     }
 
     def __getattr__(self, name):
         function = self._NAMES.get(name) or getattr(torch, name)
 
         def call(*args):
-            first = next(a for a in args if isinstance(a, tl.tensor))
-            dtype = _torch_dtype(first.dtype)
-            arrays = [torch.as_tensor(a.handle.data if isinstance(a, tl.tensor) else a) for a in args]
-            arrays = [a if name == "ldexp" and a.dtype == torch.int32 else a.to(dtype) for a in arrays]
-            return _like(first, function(*arrays), tl.int32 if name == "ilogb" else first.dtype)
+            widest = max(args, key=lambda a: len(a.shape))
+            data = function(*(torch.as_tensor(a.handle.data) for a in args))
+            dtype = widest.dtype
+            return tl.tensor(type(widest.handle)(data.numpy(), dtype), tl.block_type(dtype, widest.shape) if widest.shape else dtype)
 
         return call
-
-
-def _like(first: tl.tensor, data: torch.Tensor, dtype: tl.dtype) -> tl.tensor:
-    return tl.tensor(type(first.handle)(data.numpy(), dtype), tl.block_type(dtype, first.shape) if first.shape else dtype)
-
-
-def _torch_dtype(dtype: tl.dtype) -> torch.dtype:
-    return getattr(torch, {"fp32": "float32", "fp64": "float64"}[dtype.name])
 
 
 if INTERPRETED:
@@ -127,8 +121,8 @@ def floor_div(a, b):
     quotient = div(a, b)
     whole = div(a - mod, b)
     whole = tl.where((mod != 0) & ((mod < 0) != (b < 0)), whole - 1, whole)
-    floor = tl.floor(whole)
-    rounded = tl.where(whole - floor > 0.5, floor + 1, floor)
+    below = floor(whole)
+    rounded = tl.where(whole - below > 0.5, below + 1, below)
     result = tl.where(whole != 0, rounded, libdevice.copysign(whole - whole, quotient))
     return tl.where(b == 0, quotient, result)
 
@@ -137,11 +131,12 @@ def floor_div(a, b):
 def pow_int(a, b):
     result = a - a + 1
     base = a
-    exponent = b
-    for _ in tl.static_range(b.dtype.primitive_bitwidth):
-        result = tl.where((exponent & 1) != 0, result * base, result)
+    left = b
+    BITS: tl.constexpr = b.dtype.primitive_bitwidth
+    for _ in tl.static_range(BITS):
+        result = tl.where((left & 1) != 0, result * base, result)
         base = base * base
-        exponent = tl.where(exponent < 0, exponent, exponent >> 1)
+        left = left >> 1
     odd = (b & 1) != 0
     unit = tl.where((a == 1) | ((a == -1) & (odd == 0)), a - a + 1, tl.where(a == -1, a, a - a))
     return tl.where(b < 0, unit, result)
@@ -169,44 +164,93 @@ def round_bfloat16(x):
     return x.to(tl.bfloat16).to(tl.float32)
 
 
-if INTERPRETED:  # whose own conversion truncates
+@triton.jit
+def fma(a, b, c):
+    return tl.fma(a, b, c)
 
-    def round_bfloat16(x):
-        return _like(x, torch.as_tensor(x.handle.data).bfloat16().float(), tl.float32)
+
+@triton.jit
+def fmax(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def fmin(a, b):
+    return tl.minimum(a, b)
+
+
+if INTERPRETED:  # which truncates to bfloat16, rounds a fma twice, and takes NaN for the larger and the smaller value
+    round_bfloat16 = _ByTorch().round_bfloat16
+    fma, fmax, fmin = _ByTorch().fma, _ByTorch().fmax, _ByTorch().fmin
 
 
 # --- floats ------------------------------------------------------------------------------------------------------------------------
 @triton.jit
-def exponent(x):
+def neg(x):
+    """Triton's own is 0 - x, which is 0 of 0."""
+    return x * -1
+
+
+@triton.jit
+def floor(x):
+    """Triton's own takes a denormal for 0."""
+    near = tl.floor(x)
+    return tl.where(near > x, near - 1, near)
+
+
+@triton.jit
+def ceil(x):
+    near = tl.ceil(x)
+    return tl.where(near < x, near + 1, near)
+
+
+@triton.jit
+def frexp(x):
+    """By the bits: libdevice's functions take a denormal for 0."""
+    if x.dtype == tl.float32:
+        small = tl.abs(x) < 1.1754943508222875e-38
+        bits = tl.where(small, x * 18446744073709551616.0, x).to(tl.int32, bitcast=True)
+        power = ((bits >> 23) & 255) - 126
+        part = ((bits & -2139095041) | 1056964608).to(tl.float32, bitcast=True)
+    else:
+        small = tl.abs(x) < 2.2250738585072014e-308
+        bits = tl.where(small, x * 18446744073709551616.0, x).to(tl.int64, bitcast=True)
+        power = ((bits >> 52) & 2047).to(tl.int32) - 1022
+        part = ((bits & -9218868437227405313) | 4602678819172646912).to(tl.float64, bitcast=True)
     known = (x - x == 0) & (x != 0)
-    return tl.where(known, libdevice.ilogb(tl.where(known, x, x - x + 1)) + 1, 0)
+    return tl.where(known, part, x), tl.where(known, tl.where(small, power - 64, power), 0)
 
 
 @triton.jit
 def mantissa(x):
-    e = exponent(x)
-    half = e // 2  # in two steps: 2^-e may overflow
-    return libdevice.ldexp(libdevice.ldexp(x, -half), half - e)
+    part, _ = frexp(x)
+    return part
+
+
+@triton.jit
+def exponent(x):
+    _, power = frexp(x)
+    return power
 
 
 @triton.jit
 def digamma(x):
-    """Reflection, recurrence to x >= 10, asymptotic series (Abramowitz & Stegun 6.3)."""
-    reflected = x < 0.5
-    y = tl.where(reflected, 1.0 - x, x)
-    result = x - x
+    """As ATen's: reflection, recurrence to x >= 10, asymptotic series (Abramowitz & Stegun 6.3)."""
+    one = x - x + 1.0
+    whole = libdevice.rint(x)
+    mirror = -div(one * 3.141592653589793, libdevice.tan((x - whole) * 3.141592653589793))
+    y = tl.where(x < 0, 1.0 - x, x)
+    result = tl.where(x < 0, mirror, 0.0)
     for _ in tl.static_range(10):
         below = y < 10.0
-        result = tl.where(below, result - div(y - y + 1.0, y), result)
+        result = tl.where(below, result - div(one, y), result)
         y = tl.where(below, y + 1.0, y)
-    r = div(y - y + 1.0, y * y)
+    r = div(one, y * y)
     series = r * (1.0 / 12 - r * (1.0 / 120 - r * (1.0 / 252 - r * (1.0 / 240 - r * (1.0 / 132 - r * (691.0 / 32760))))))
-    result = result + libdevice.log(y) - div(y - y + 0.5, y) - series
-    fraction = x - libdevice.trunc(x)
-    pole = (fraction == 0) & (x < 0)
-    mirror = result - div(x - x + 3.141592653589793, libdevice.tan(fraction * 3.141592653589793))
-    result = tl.where(reflected, tl.where(pole, float("nan"), mirror), result)
-    result = tl.where(x == 0, libdevice.copysign(x - x + float("inf"), -x), result)
+    far = libdevice.log(y) - div(one * 0.5, y) - series
+    result = tl.where(y == 10.0, one * 2.251752589066721, far) + result
+    result = tl.where((x < 0) & (x == whole), float("nan"), result)
+    result = tl.where(x == 0, libdevice.copysign(one * float("inf"), neg(x)), result)
     return tl.where(x == float("inf"), x, result)
 
 

@@ -77,10 +77,10 @@ class _PoisonedTorch(types.ModuleType):
 @pytest.fixture
 def poison(monkeypatch):
     """Every tensor that a kernel has to fill starts as NaN."""
-    from flexsn import run
+    from flexsn import memory
 
-    assert hasattr(run, "torch"), "flexsn.run allocates through `torch.empty`; adapt this fixture"
-    monkeypatch.setattr(run, "torch", _PoisonedTorch("torch"))
+    assert hasattr(memory, "torch"), "flexsn.memory allocates through `torch.empty`; adapt this fixture"
+    monkeypatch.setattr(memory, "torch", _PoisonedTorch("torch"))
 
 
 class Counts:

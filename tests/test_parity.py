@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cores import adlif, leaky, lif, lif_detached_reset, lif_soft, plif, relu_mem
-from helpers import assert_same_values, check, evaluate
+from helpers import assert_same_values, backends, check, evaluate
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +63,7 @@ def test_without_gradients_the_same_values(core):
         for sequences in (False, True):
             xs, vs, ps = operands(core, T, shape, torch.float32)
             with torch.no_grad():
-                got = flexsn.scan(core, xs, vs, ps, backend="cpp", store_state_seqs=sequences)
+                got = flexsn.scan(core, xs, vs, ps, backend=backends()[0], store_state_seqs=sequences)
             want = flexsn.scan(core, xs, vs, ps, backend="torch", store_state_seqs=sequences)
             for a, b in zip((*got.outputs, *got.states), (*want.outputs, *want.states), strict=True):
                 assert torch.equal(a, b) and not a.requires_grad
@@ -149,7 +149,7 @@ def test_results_are_contiguous_and_do_not_alias():
     def keep(x, v):
         return x, v
 
-    y, w = (r[0] for r in flexsn.scan(keep, [x], [v], backend="cpp"))
+    y, w = (r[0] for r in flexsn.scan(keep, [x], [v], backend=backends()[0]))
     assert y.is_contiguous() and w.is_contiguous()
     y.fill_(7.0), w.fill_(7.0)
     assert not (x == 7.0).any() and not (v == 7.0).any()
@@ -258,7 +258,7 @@ def test_special_values(dtype):
         return x.round(), x.floor(), x.ceil(), x.trunc(), x.sign(), x.abs(), torch.minimum(x, v), torch.maximum(x, v), x / v, x - v
 
     xs, vs = [row.repeat(3, 14)], [row.repeat_interleave(14)]
-    got, _ = evaluate(lambda x, v: (*rounding(x, v), v), xs, vs, backend="cpp")
+    got, _ = evaluate(lambda x, v: (*rounding(x, v), v), xs, vs, backend=backends()[0])
     want, _ = evaluate(lambda x, v: (*rounding(x, v), v), xs, vs, backend="torch")
     assert_same_values(got, want)
     for name, w in want.items():

@@ -1,10 +1,11 @@
 """Which elementwise ops of PyTorch work inside a core: every entry of op_db in scope, on its own samples.
 
-    python tools/op_table.py [--write] [--interpret] [--jobs 2] [entry ...]
+    python tools/op_table.py [--write] [--interpret] [--backend cpp|triton] [--device cpu|cuda] [--jobs 2] [entry ...]
 
 Each float32 sample of an entry becomes the core `lambda x, *others: op(x, *others)`: `x` is a sequence of three steps;
 the other tensors go in as params, and, where they broadcast with `x` and no gradient is lost by it, a second time as
-input sequences. `backend="cpp"` must agree with `backend="torch"` in shape, dtype, values and gradients.
+input sequences. The backend must agree with `backend="torch"` in shape, dtype, values and gradients. On the CPU Triton's
+kernels run in its interpreter.
 """
 
 from __future__ import annotations
@@ -149,8 +150,8 @@ def _steps(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor.flatten().flip(0).reshape(tensor.shape), tensor])
 
 
-def cases(op: Any) -> Iterator[Case]:
-    for sample in op.sample_inputs(device="cpu", dtype=torch.float32, requires_grad=False):
+def cases(op: Any, device: str = "cpu") -> Iterator[Case]:
+    for sample in op.sample_inputs(device=device, dtype=torch.float32, requires_grad=False):
         kwargs = sample.kwargs
         places = [i for i, a in enumerate(sample.args) if isinstance(a, Tensor)]
         names = [k for k, v in kwargs.items() if isinstance(v, Tensor)]
@@ -181,12 +182,14 @@ def results(
     if not moving:
         return outputs, []
     torch.manual_seed(1)
-    cotangents = [torch.randn(y.shape).to(y.dtype) for y in moving]
+    cotangents = [torch.randn(y.shape).to(y) for y in moving]
     grads = torch.autograd.grad(moving, wanted, cotangents, allow_unused=True)
     return outputs, list(grads)
 
 
-def check(core: Callable, inputs: Sequence[Tensor], params: Sequence[Tensor], exact_forward: bool) -> tuple[str | None, str | None, bool]:
+def check(
+    core: Callable, inputs: Sequence[Tensor], params: Sequence[Tensor], exact_forward: bool, backend: str = "cpp"
+) -> tuple[str | None, str | None, bool]:
     """What is wrong in forward and in backward, and whether there is a backward."""
     differentiate = True
     try:
@@ -198,7 +201,7 @@ def check(core: Callable, inputs: Sequence[Tensor], params: Sequence[Tensor], ex
         eager, eager_grads = results(core, inputs, params, "torch", torch.float32, differentiate)
     precise, precise_grads = results(core, inputs, params, "torch", torch.float64, differentiate)
     try:
-        outputs, grads = results(core, inputs, params, "cpp", torch.float32, differentiate)
+        outputs, grads = results(core, inputs, params, backend, torch.float32, differentiate)
     except Exception as error:  # whatever it is, the table tells it
         text = str(error).partition("\n")[0]
         return f"{type(error).__name__}: {text}", None, bool(eager_grads)
@@ -236,27 +239,28 @@ class Row:
     def ok(self) -> bool:
         return self.total > 0 and self.passed == self.total
 
-    def markdown(self) -> str:
+    def states(self) -> list[str]:
         def state(wrong: list[str]) -> str:
             return "no" if wrong else "yes"
 
-        notes = list(dict.fromkeys([*self.forward, *self.backward]))[:2]
         backward = state(self.backward) if self.differentiable else "none in eager"
-        exact = "bits of eager" if self.name in EXACT and not self.forward else ""
-        note = "; ".join(n.replace("|", "\\|").replace("\n", " ")[:150] for n in notes) or exact
-        return f"| `{self.name}` | {self.passed}/{self.total} | {state(self.forward)} | {backward} | {note} |"
+        return [f"{self.passed}/{self.total}", state(self.forward), backward]
+
+    def notes(self) -> list[str]:
+        wrong = list(dict.fromkeys([*self.forward, *self.backward]))[:2]
+        return [n.replace("|", "\\|").replace("\n", " ")[:150] for n in wrong]
 
 
-def judge(name: str, every: int = 1) -> Row:
+def judge(name: str, every: int = 1, backend: str = "cpp", device: str = "cpu") -> Row:
     """Run all samples of an entry (or each `every`th)."""
     row, start = Row(name), time.perf_counter()
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
-    for i, case in enumerate(cases(entries()[name])):
+    for i, case in enumerate(cases(entries()[name], device)):
         if i % every:
             continue
         for form, core, inputs, params in case.forms():
-            forward, backward, differentiable = check(core, inputs, params, name in EXACT)
+            forward, backward, differentiable = check(core, inputs, params, name in EXACT, backend)
             row.total += 1
             row.passed += forward is None and backward is None
             row.differentiable |= differentiable
@@ -303,18 +307,20 @@ def interpreted() -> Iterator[None]:
 
 
 # --- the table ----------------------------------------------------------------------------------------------------------------
-def _judge_alone(job: tuple[str, bool, int]) -> Row:
-    name, interpret_only, every = job
+def _judge_alone(job: tuple[str, bool, int, str, str]) -> Row:
+    name, interpret_only, every, backend, device = job
     torch.set_num_threads(1)
     if not interpret_only:
-        return judge(name, every)
+        return judge(name, every, backend, device)
     with interpreted():
         return judge(name, every)
 
 
-def run(names: Sequence[str], jobs: int, interpret_only: bool = False, every: int = 1) -> list[Row]:
+def run(
+    names: Sequence[str], jobs: int, interpret_only: bool = False, every: int = 1, backend: str = "cpp", device: str = "cpu"
+) -> list[Row]:
     """Judge entries in `jobs` processes."""
-    work = [(name, interpret_only, every) for name in names]
+    work = [(name, interpret_only, every, backend, device) for name in names]
     if jobs == 1:
         return [_judge_alone(w) for w in work]
     done = {}
@@ -327,15 +333,25 @@ def run(names: Sequence[str], jobs: int, interpret_only: bool = False, every: in
     return [done[name] for name in names]
 
 
-def table(rows: Sequence[Row], scoped: Sequence[str]) -> str:
-    lines = ["| op | samples | forward | backward | note |", "| --- | --- | --- | --- | --- |"]
-    lines += [row.markdown() for row in rows]
+def summary(rows: Sequence[Row], scoped: Sequence[str]) -> str:
     inside = [r for r in rows if r.name in scoped]
     extra = [r for r in rows if r.name not in scoped]
-    summary = f"{sum(r.ok for r in inside)} of {len(inside)} entries in scope pass"
-    summary += f", and {sum(r.ok for r in extra)} of {len(extra)} others" if extra else ""
-    summary += f"; {sum(r.passed for r in rows)} of {sum(r.total for r in rows)} samples."
-    return "\n".join([summary, "", *lines])
+    text = f"{sum(r.ok for r in inside)} of {len(inside)} entries in scope pass"
+    text += f", and {sum(r.ok for r in extra)} of {len(extra)} others" if extra else ""
+    return text + f"; {sum(r.passed for r in rows)} of {sum(r.total for r in rows)} samples."
+
+
+def table(rows: dict[str, list[Row]], scoped: Sequence[str]) -> str:
+    """Three columns per backend."""
+    heads = [f"{backend}: {head}" for backend in rows for head in ("samples", "forward", "backward")]
+    lines = [f"| {' | '.join(['op', *heads, 'note'])} |", "|" + " --- |" * (len(heads) + 2)]
+    for of_one in zip(*rows.values(), strict=True):
+        cells = [cell for row in of_one for cell in row.states()]
+        notes = [f"{backend}: {note}" for backend, row in zip(rows, of_one, strict=True) for note in row.notes()]
+        exact = "bits of eager" if of_one[0].name in EXACT and not any(row.forward for row in of_one) else ""
+        lines.append(f"| {' | '.join([f'`{of_one[0].name}`', *cells, '; '.join(notes) or exact])} |")
+    summaries = [f"{backend}: {summary(found, scoped)}\n" for backend, found in rows.items()]
+    return "\n".join([*summaries, *lines])
 
 
 def document(body: str, command: str) -> str:
@@ -345,12 +361,13 @@ def document(body: str, command: str) -> str:
 Generated by `{command}` on {today}, with torch {torch.__version__}. Do not edit.
 
 Each row is an entry of `op_db` (`torch.testing._internal.common_methods_invocations`); `docs/op_scope.txt` says which are in
-scope. Every float32 sample of the entry runs as a core over three steps with `backend="cpp"`, its other tensors as params and,
-where shapes allow, again as input sequences, and is compared with the eager loop (`backend="torch"`): shape, dtype, values,
-and gradients of all tensors. "Bits of eager": forward values must be equal bit for bit. Of all others: within {ULPS} ulp of
-eager, or no further from the float64 result than {ULPS} ulp or eager itself. Gradients: the same, or within {GRADIENT_EPS} times the
-float32 epsilon of the gradient or of the cotangents, for cotangents of order 1. (`sqrt` is not among the ops with eager's bits
-because eager's own, from MKL, is not correctly rounded; the kernel's is.)
+scope. Every float32 sample of the entry runs as a core over three steps with `backend="cpp"`, and with `backend="triton"` in
+Triton's interpreter, its other tensors as params and, where shapes allow, again as input sequences, and is compared with the
+eager loop (`backend="torch"`): shape, dtype, values, and gradients of all tensors. "Bits of eager": forward values must be
+equal bit for bit. Of all others: within {ULPS} ulp of eager, or no further from the float64 result than {ULPS} ulp or eager
+itself. Gradients: the same, or within {GRADIENT_EPS} times the float32 epsilon of the gradient or of the cotangents, for cotangents
+of order 1. (`sqrt` is not among the ops with eager's bits because eager's own, from MKL, is not correctly rounded; the
+kernel's is.)
 
 {body}
 """
@@ -359,21 +376,34 @@ because eager's own, from MKL, is not correctly rounded; the kernel's is.)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("entry", nargs="*", help="entries of op_db; all in scope if none is given")
-    parser.add_argument("--write", action="store_true", help="write docs/ops.md")
+    parser.add_argument("--write", action="store_true", help="write docs/ops.md, of both backends on the CPU")
     parser.add_argument("--interpret", action="store_true", help="interpret the lowered graphs: fast, and no compiler needed")
+    parser.add_argument("--backend", choices=["cpp", "triton"], help="cpp on the CPU, triton on a GPU, if not given")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the samples are made")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--every", type=int, default=1, help="only each n-th sample")
     options = parser.parse_args()
+    backend = options.backend or ("triton" if options.device == "cuda" else "cpp")
+    if (options.device == "cuda") > (backend == "triton" and not options.write) or options.interpret > (backend == "cpp"):
+        parser.error("--device cuda goes with triton and without --write, --interpret with cpp")
+    backends = ["cpp", "triton"] if options.write else [backend]
+    if "triton" in backends and options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, here or in a worker
     scoped = scope()
     names = options.entry or [*scoped, *EXTRA]
     start = time.perf_counter()
-    rows = run(names, options.jobs, options.interpret, options.every)
+    rows = {b: run(names, options.jobs, options.interpret, options.every, b, options.device) for b in backends}
     body = table(rows, scoped)
-    print(body)
-    print(f"\n{time.perf_counter() - start:.0f} s", file=sys.stderr)
     if options.write:
         (ROOT / "docs" / "ops.md").write_text(document(body, "python tools/op_table.py --write"))
-    return 0 if all(r.ok for r in rows) else 1
+    print(body)
+    misses = [(b, row) for b in backends for row in rows[b] if not row.ok]
+    for b, row in misses:
+        print(f"{b}: {row.name}: {'; '.join(row.notes()) or 'no samples'}")
+    for b in backends:
+        print(f"{b} on {options.device}: {summary(rows[b], scoped)}")
+    print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return 1 if misses else 0
 
 
 if __name__ == "__main__":

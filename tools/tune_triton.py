@@ -21,14 +21,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import cores
+from gpu import NEURONS, arrays, copy_rate, plans, program, sequence_bytes
 
 from flexsn import launch_triton, render_triton
-from flexsn.capture import Meta
-from flexsn.compile import Program
 from flexsn.launch_triton import Kernel, Tile
-from flexsn.scan import look
-from flexsn.signature import make_signature
 
 SIZES = {
     "lif_sigmoid": [(32, 3_211_264, "float32"), (1024, 131_072, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32"),
@@ -38,31 +34,6 @@ SIZES = {
 }  # fmt: skip
 CHUNKS = {"lif_sigmoid": [8, 16], "adaptive_lif": [8, 16], "hodgkin_huxley": [1, 2, 4]}
 BLOCKS = [(64, 2, False), (128, 4, False), (128, 2, True), (256, 4, True), (256, 2, True), (512, 4, True)]  # neurons, warps, aligned
-CORES = {
-    "lif_sigmoid": (cores.lif_sigmoid, 1, 1),
-    "adaptive_lif": (cores.adaptive_lif, 2, 2),
-    "hodgkin_huxley": (cores.hodgkin_huxley, 1, 4),
-}
-
-
-def program(name: str, dtype: torch.dtype) -> Program:
-    core, inputs, states = CORES[name]
-    sig, captured = make_signature(core, inputs, states, 0), look(core).tensors()
-    made = Program("triton", core, sig, [Meta((5, 7), dtype)] * inputs + [None] * states, torch.device("cuda"), captured, None)
-    made.differentiate(core, captured)
-    return made
-
-
-def plans(made: Program, dtype: torch.dtype, chunk: int) -> dict:
-    made.chunk = made.inference_chunk = chunk
-    dtypes = (dtype,) * made.sig.num_inputs
-    wanted = [f"gx{k}" for k in range(made.sig.num_inputs)] + [f"gv{k}" for k in range(made.sig.num_states)]
-    cotangents = [f"gy{k}" for k in range(made.num_outputs)]
-    return {
-        "inference": made.forward_plan(dtypes, False, False),
-        "forward": made.forward_plan(dtypes, True, False),
-        "backward": made.backward_plan(dtypes, wanted, cotangents),
-    }
 
 
 def build(job) -> tuple[float, dict]:
@@ -78,33 +49,14 @@ def build(job) -> tuple[float, dict]:
     return time.perf_counter() - start, {"shared": binary.metadata.shared}
 
 
-def arrays(plan, T: int, N: int, checkpoints: int, pool: dict) -> list:
-    found = []
-    for i, a in enumerate(plan.arguments):
-        rows = {"sequence": T, "checkpoint": max(1, checkpoints), "row": 1, "param": 1}[a.kind]
-        key = (i < len(plan.reads) and a.kind != "checkpoint", a.role)
-        if key not in pool or pool[key].numel() < rows * N:
-            pool[key] = torch.randn(rows * N, device="cuda").to(a.storage)
-        found.append(None if a.kind == "row" and key[0] else pool[key][: rows * N].view(rows, N))
-    return found
-
-
 def measure(plan, tile: Tile, T: int, N: int, checkpoints: int, memory: dict) -> tuple[float, object]:
     from triton.testing import do_bench
 
-    kernel = Kernel(plan, render_triton.render(plan))
-    binary = kernel.binary(tile, 0)
     launch_triton.tile_for = lambda *_: tile
+    kernel = Kernel(plan, render_triton.render(plan))
+    binary = kernel._binary(tile, 0)
     given = arrays(plan, T, N, checkpoints, memory)
     return do_bench(lambda: kernel(given, [], T, N), warmup=3, rep=15, return_mode="median"), binary
-
-
-def copy_rate() -> float:
-    """Bytes read and written per second by a device copy of 512 MiB."""
-    from triton.testing import do_bench
-
-    source, target = torch.empty(2, 2**27, device="cuda")
-    return 2 * 4 * 2**27 / do_bench(lambda: target.copy_(source), warmup=10, rep=50, return_mode="median") * 1e3
 
 
 def main() -> None:
@@ -117,9 +69,10 @@ def main() -> None:
     cases = []
     for name in options.cores:
         for dtype in dict.fromkeys(d for _, _, d in SIZES[name]):
-            made = program(name, getattr(torch, dtype))
+            made = program(NEURONS[name], getattr(torch, dtype))
             for chunk in CHUNKS[name]:
-                for direction, plan in plans(made, getattr(torch, dtype), chunk).items():
+                made.chunk = made.inference_chunk = chunk
+                for direction, plan in plans(made, getattr(torch, dtype)).items():
                     for (block, warps, aligned), ahead in itertools.product(BLOCKS, (False, True)):
                         cases.append((name, dtype, chunk, direction, plan, Tile(block, warps, ahead, aligned), made.backend.checkpoints))
     start = time.perf_counter()
@@ -137,7 +90,7 @@ def main() -> None:
                     continue
                 ms, binary = measure(plan, tile, T, N, checkpoints(T, chunk), memory)
                 moved = (plan.bytes_per_step(plan.reads) + plan.bytes_per_step(plan.writes)) * T * N
-                least = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence") * T * N
+                least = sequence_bytes(plan) * T * N
                 rows.append({
                     "core": core, "T": T, "N": N, "dtype": dtype, "chunk": chunk, "kernel": direction, **dataclasses.asdict(tile),
                     "ms": ms, "floor_ms": least / rate * 1e3, "moved_ms": moved / rate * 1e3, "registers": binary.n_regs,

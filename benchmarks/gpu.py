@@ -1,0 +1,448 @@
+"""Test and measure flexsn on an NVIDIA GPU against its bounds and its peers, and keep the numbers in one JSON file.
+
+    python benchmarks/gpu.py --output benchmarks/results/gpu_<date>.json [--only kernels calls ...]
+
+Needs PyTorch with CUDA, triton, pytest and, for the peers, SpikingJelly 2.0.0. Parts: tests, kernels, store, calls, peers,
+memory, compile, workload. `python benchmarks/report_gpu.py` turns the file into docs/performance_gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cores
+import peers as candidates
+from cores import ADAPTIVE, HH, LIF_SIGMOID, Neuron
+from torch import Tensor
+
+import flexsn
+from flexsn import render_triton
+from flexsn.capture import Meta
+from flexsn.compile import Program
+from flexsn.launch_triton import Kernel
+from flexsn.scan import look
+from flexsn.signature import make_signature
+
+ROOT = Path(__file__).parents[1]
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SIZES = {
+    LIF_SIGMOID.name: [(32, 3_211_264, F32), (1024, 131_072, F32), (8, 8_388_608, F16), (8, 8_388_608, BF16), (1024, 16_384, F32),
+                       (96, 32_768, F32), (32, 802_816, F32), (4, 8_388_608, F32), (128, 262_144, F32), (512, 65_536, F32)],
+    ADAPTIVE.name: [(32, 1_605_632, F32), (1024, 65_536, F32), (1024, 16_384, F32), (96, 32_768, F32)],
+    HH.name: [(32, 1_605_632, F32), (1024, 16_384, F32), (96, 32_768, F32)],
+}  # fmt: skip
+NEURONS = {n.name: n for n in (LIF_SIGMOID, ADAPTIVE, HH)}
+
+
+# --- kernels alone ------------------------------------------------------------------------------------------------------------
+def program(neuron: Neuron, dtype: torch.dtype) -> Program:
+    inputs, states = len(neuron.drive), len(neuron.rest)
+    sig, captured = make_signature(neuron.core, inputs, states, 0), look(neuron.core).tensors()
+    made = Program("triton", neuron.core, sig, [Meta((5, 7), dtype)] * inputs + [None] * states, torch.device("cuda"), captured, None)
+    made.differentiate(neuron.core, captured)
+    return made
+
+
+def plans(made: Program, dtype: torch.dtype) -> dict:
+    """Inference, the forward that stores checkpoints, and the backward to all inputs."""
+    dtypes = (dtype,) * made.sig.num_inputs
+    wanted = [f"gx{k}" for k in range(made.sig.num_inputs)]
+    cotangents = [f"gy{k}" for k in range(made.num_outputs)]
+    return {
+        "inference": made.forward_plan(dtypes, False, False),
+        "forward": made.forward_plan(dtypes, True, False),
+        "backward": made.backward_plan(dtypes, wanted, cotangents),
+    }
+
+
+def arrays(plan, T: int, N: int, checkpoints: int, pool: dict) -> list[Tensor | None]:
+    """Random operands; initial states and cotangents of final states absent."""
+    found: list[Tensor | None] = []
+    for i, a in enumerate(plan.arguments):
+        rows = {"sequence": T, "checkpoint": max(1, checkpoints), "row": 1, "param": 1}[a.kind]
+        key = (i < len(plan.reads) and a.kind != "checkpoint", a.role, a.storage)
+        if key not in pool or pool[key].numel() < rows * N:
+            pool[key] = torch.randn(rows * N, device="cuda").add_(0.7).to(a.storage)
+        found.append(None if a.kind == "row" and key[0] else pool[key][: rows * N].view(rows, N))
+    return found
+
+
+def kernel_ms(plan, T: int, N: int, checkpoints: int, pool: dict, rep: int = 60) -> float:
+    """Median device time of one launch, by events, the cache emptied before each."""
+    from triton.testing import do_bench
+
+    kernel, given = Kernel(plan, render_triton.render(plan)), arrays(plan, T, N, checkpoints, pool)
+    kernel(given, [], T, N)
+    return do_bench(lambda: kernel(given, [], T, N), warmup=10, rep=rep, return_mode="median")
+
+
+def copy_rate() -> float:
+    """Bytes read and written per second by a device copy of 512 MiB."""
+    from triton.testing import do_bench
+
+    source, target = torch.empty(2, 2**27, device="cuda")
+    return 2 * 4 * 2**27 / do_bench(lambda: target.copy_(source), warmup=10, rep=100, return_mode="median") * 1e3
+
+
+def sequence_bytes(plan) -> int:
+    return sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
+
+
+def measure_kernels() -> dict:
+    rate, rows = copy_rate(), []
+    for name, sizes in SIZES.items():
+        made = {dtype: program(NEURONS[name], dtype) for _, _, dtype in sizes}
+        for T, N, dtype in sizes:
+            found, pool = plans(made[dtype], dtype), {}
+            checkpoints = made[dtype].backend.checkpoints(T, made[dtype].chunk)
+            ms = {k: kernel_ms(p, T, N, checkpoints, pool) for k, p in found.items()}
+            floor = {k: sequence_bytes(p) * T * N / rate * 1e3 for k, p in found.items()}
+            row = {"core": name, "T": T, "N": N, "dtype": str(dtype)[6:], "chunk": made[dtype].chunk, "ms": ms, "floor_ms": floor}
+            row["inference_of_bound"] = floor["inference"] / ms["inference"]
+            row["training_of_bound"] = (floor["forward"] + floor["backward"]) / (ms["forward"] + ms["backward"])
+            rows.append(row)
+            training = ms["forward"] + ms["backward"]
+            print(f"{name} {T}x{N} {row['dtype']}: inference {ms['inference']:.4f} ms = {row['inference_of_bound']:.0%} of the bound's rate,"
+                  f" training {training:.4f} ms = {row['training_of_bound']:.0%}", flush=True)  # fmt: skip
+            del pool
+    return {"copy_bytes_per_s": rate, "copy_rate_after": copy_rate(), "rows": rows}
+
+
+def measure_store() -> dict:
+    """The states of every step stored (chunks of one step: nothing to recompute) against checkpoints."""
+    rows = []
+    for neuron, T, N in ((LIF_SIGMOID, 32, 802_816), (ADAPTIVE, 32, 802_816), (HH, 32, 802_816), (HH, 96, 32_768), (HH, 1024, 16_384)):
+        made = program(neuron, F32)
+        planned = made.chunk
+        for chunk in sorted({1, 2, 4, planned}):
+            made.chunk, pool = chunk, {}
+            found = plans(made, F32)
+            checkpoints = made.backend.checkpoints(T, chunk)
+            ms = sum(kernel_ms(found[k], T, N, checkpoints, pool, rep=30) for k in ("forward", "backward"))
+            extra = checkpoints * len(neuron.rest) / (T * len(neuron.drive))
+            rows.append(
+                {"core": neuron.name, "T": T, "N": N, "chunk": chunk, "planned": planned, "training_ms": ms, "extra_over_input": extra}
+            )
+            print(f"store: {neuron.name} {T}x{N} K={chunk}{' (planned)' if chunk == planned else ''}: {ms:.4f} ms", flush=True)
+    return {"rows": rows}
+
+
+# --- whole calls -----------------------------------------------------------------------------------------------------------------
+def wall(call: Callable[[], object], seconds: float = 0.5) -> float:
+    """Median milliseconds of a call in batches of calls, the GPU synchronised after each batch."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    batch = max(1, min(100, int(0.02 / (time.perf_counter() - start))))
+    samples, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end or len(samples) < 3:
+        start = time.perf_counter()
+        for _ in range(batch):
+            call()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) / batch * 1e3)
+    return statistics.median(samples)
+
+
+def graphed(call: Callable[[], object]) -> Callable[[], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def operands(neuron: Neuron, T: int, N: int, dtype: torch.dtype = F32) -> tuple[list[Tensor], list[Tensor]]:
+    inputs = [torch.randn(T, N, device="cuda").mul_(std).add_(mean).to(dtype) for mean, std in neuron.drive]
+    return inputs, [torch.randn(T, N, device="cuda").to(dtype) for _ in range(neuron.outputs)]
+
+
+def steps(neuron: Neuron, inputs: list[Tensor], cotangents: list[Tensor], run: candidates.Run | None = None) -> tuple[Callable, Callable]:
+    """One inference and one training step, through a `FlexSN` module or a peer."""
+    layer = flexsn.FlexSN(neuron.core, num_states=len(neuron.rest), strict=True)
+    states = [torch.full(inputs[0].shape[1:], value, device="cuda", dtype=inputs[0].dtype) for value in neuron.rest]
+
+    def whole(xs):
+        if run is not None:
+            return run(xs, states)
+        layer.reset()
+        ys = layer(*xs)
+        return ys if isinstance(ys, tuple) else (ys,)
+
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+
+    def inference():
+        with torch.no_grad():
+            return whole(inputs)
+
+    def training():
+        ys = whole(leaves)
+        return ys, torch.autograd.grad(ys, leaves, cotangents)
+
+    return inference, training
+
+
+def measure_calls() -> dict:
+    rows = []
+    for T, N in ((4, 1024), (32, 802_816), (96, 32_768), (1024, 16_384)):
+        inputs, cotangents = operands(LIF_SIGMOID, T, N)
+        inference, training = steps(LIF_SIGMOID, inputs, cotangents)
+        row = {"T": T, "N": N, "inference_ms": wall(inference), "training_ms": wall(training)}
+        row |= {"inference_graph_ms": wall(graphed(inference)), "training_graph_ms": wall(graphed(training))}
+        rows.append(row)
+        print("calls:", {k: round(v, 4) for k, v in row.items()}, flush=True)
+    return {"rows": rows}
+
+
+def peer_runs(neuron: Neuron, T: int) -> dict[str, Callable[[], candidates.Run]]:
+    found: dict[str, Callable[[], candidates.Run]] = {"hand_loop": lambda: candidates.hand_loop(neuron)}
+    if candidates.spikingjelly:
+        found["sj_lifnode"] = lambda: candidates.sj_lifnode(neuron)
+        if T <= 32:
+            found["sj_flexsn"] = lambda: candidates.sj_flexsn(neuron)
+    if T <= 32:
+        found["compiled_loop"] = lambda: torch.compile(candidates.hand_loop(neuron), fullgraph=True, dynamic=False)
+    found["torch_scan"] = lambda: candidates.torch_scan(neuron, "training")
+    return found
+
+
+def measure_peers() -> dict:
+    rows = []
+    for T, N, skip in ((32, 802_816, ()), (96, 32_768, ("torch_scan",)), (1024, 16_384, ("hand_loop", "torch_scan"))):
+        inputs, cotangents = operands(LIF_SIGMOID, T, N)
+        inference, training = steps(LIF_SIGMOID, inputs, cotangents)
+        (spikes,), (grad,) = training()
+        row: dict = {"T": T, "N": N, "peers": {"flexsn": {"inference_ms": wall(inference), "training_ms": wall(training)}}}
+        for key, make in peer_runs(LIF_SIGMOID, T).items():
+            if key in skip:
+                continue
+            start = time.perf_counter()
+            try:
+                torch._dynamo.reset()
+                other_inference, other_training = steps(LIF_SIGMOID, inputs, cotangents, make())
+                with torch.no_grad():
+                    other_inference()
+                (ys, gs), _ = other_training(), torch.cuda.synchronize()
+                first = time.perf_counter() - start
+                peer = {"inference_ms": wall(other_inference), "training_ms": wall(other_training), "first_calls_s": first}
+                peer |= {
+                    "spikes_equal": float((ys[0] == spikes).float().mean()),
+                    "gradient_error": float((gs[0] - grad).norm() / grad.norm()),
+                }
+                row["peers"][key] = peer
+                del ys, gs
+            except Exception as error:  # a peer may fail in any way: the report says how
+                row["peers"][key] = {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
+            print(f"peers {T}x{N} {key}: {row['peers'][key]}", flush=True)
+        print(f"peers {T}x{N} flexsn: {row['peers']['flexsn']}", flush=True)
+        rows.append(row)
+    return {"rows": rows}
+
+
+# --- memory, compile, workload ------------------------------------------------------------------------------------------------------
+def measure_memory() -> dict:
+    T, N = 32, 802_816
+    inputs, cotangents = operands(LIF_SIGMOID, T, N)
+    found = {}
+    for key, make in {"flexsn": lambda: None, **peer_runs(LIF_SIGMOID, T)}.items():
+        if key in ("compiled_loop", "torch_scan"):
+            continue
+        _, training = steps(LIF_SIGMOID, inputs, cotangents, make())
+        try:
+            training()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            kept = training()
+            peak = torch.cuda.max_memory_allocated() - before
+            size = inputs[0].numel() * 4
+            found[key] = {"peak_bytes": peak, "extra_over_input": (peak - 2 * size) / size}
+            del kept
+        except Exception as error:
+            found[key] = {"failed": str(error)[:200]}
+        print("memory", key, found[key], flush=True)
+    return {"T": T, "N": N, "peers": found}
+
+
+CHILD = """
+import json, sys, time
+start = time.perf_counter(); import torch; torch.randn(3, device="cuda").sum().item(); torch.cuda.synchronize()
+found = {"torch_s": time.perf_counter() - start}
+T = int(sys.argv[1]); sys.path.insert(0, sys.argv[2])
+if len(sys.argv) > 3:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    import torch._refs, torch._dynamo
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None): return func(*args, **(kwargs or {}))
+    with Mode(): torch.ones(2) + 1
+    with FakeTensorMode(): a = torch.ones(3, device="cuda", requires_grad=True); (a * 2).sum().backward()
+start = time.perf_counter()
+import flexsn, cores, triton
+found["import_s"] = time.perf_counter() - start
+def step(T, N):
+    x = torch.randn(T, N, device="cuda", requires_grad=True)
+    torch.cuda.synchronize(); start = time.perf_counter()
+    y = flexsn.scan(cores.lif_sigmoid, [x], [None], strict=True).outputs[0]
+    torch.autograd.grad(y, x, torch.ones_like(y)); torch.cuda.synchronize()
+    return time.perf_counter() - start
+found["first_s"] = step(T, 4096)
+found["second_s"] = step(T, 4096)
+new = [step(t, n) for t, n in ((T + 3, 4096), (T, 8192), (T + 1, 12288), (7, 160))]
+found["new_size_s"] = max(new)
+print(json.dumps(found))
+"""
+
+
+def measure_compile() -> dict:
+    rows = []
+    for T in (4, 65536):
+        with tempfile.TemporaryDirectory() as cache:
+            environment = {
+                **os.environ,
+                "TRITON_CACHE_DIR": cache,
+                "FLEXSN_CACHE_DIR": cache,
+                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            }
+            for state in ("cold", "warm", "warm"):
+                command = [sys.executable, "-c", CHILD, str(T), str(ROOT / "benchmarks"), "apart"]
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise RuntimeError(done.stderr[-2000:])
+                rows.append({"T": T, "cache": state, **json.loads(done.stdout.splitlines()[-1])})
+                print("compile", rows[-1], flush=True)
+    return {"rows": rows}
+
+
+def measure_workload() -> dict:
+    """Linear + LIF, batch 16, 500 steps, 16,384 neurons, forward and backward: the neuron against ReLU in its place."""
+    T, batch, N = 500, 16, 16_384
+    rows = []
+    for dtype in (F16, F32):
+        linear = torch.nn.Linear(N, N, device="cuda", dtype=dtype)
+        x = torch.randn(T, batch, N, device="cuda", dtype=dtype)
+        lif = flexsn.FlexSN(cores.lif_sigmoid, num_states=1, strict=True)
+        layers: dict[str, Callable] = {"relu": torch.relu, "flexsn": lambda z, lif=lif: (lif.reset(), lif(z))[1]}
+        if candidates.spikingjelly:
+            sj = candidates.sj_lifnode(LIF_SIGMOID)
+            layers["sj_lifnode"] = lambda z, sj=sj: sj([z], [])[0]
+        row: dict = {"dtype": str(dtype)[6:], "T": T, "batch": batch, "N": N, "ms": {}}
+        for key, layer in layers.items():
+
+            def step(layer=layer, linear=linear, x=x):
+                linear.zero_grad()
+                y = layer(linear(x))
+                y.backward(torch.ones_like(y))
+
+            try:
+                row["ms"][key] = wall(step, seconds=3)
+            except Exception as error:
+                row["ms"][key] = f"failed: {str(error)[:200]}"
+        rows.append(row)
+        print("workload", row, flush=True)
+        del linear, x
+    return {"rows": rows}
+
+
+def run_tests() -> dict:
+    """The parity matrix and the GPU's own tests, with operands on the GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", *"-p no:cacheprovider -p no:benchmark --device cuda".split()]
+    command += [*"-n 12 tests/test_parity.py tests/test_gpu.py".split()]
+    try:
+        import xdist  # noqa: F401
+    except ImportError:
+        command = [c for c in command if c not in ("-n", "12")]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout[-4000:], done.stderr[-1000:], flush=True)
+    found = {"command": " ".join(command[1:]), "exit": done.returncode, "summary": done.stdout.strip().splitlines()[-1]}
+    table = [sys.executable, "tools/op_table.py", "--backend", "triton", "--device", "cuda", "--jobs", "12"]
+    done = subprocess.run(
+        table,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+    )
+    print(done.stdout[-3000:], done.stderr[-1000:], flush=True)
+    return found | {
+        "op_table_exit": done.returncode,
+        "op_table": done.stdout.strip().splitlines()[-20:],
+        "took_s": time.perf_counter() - start,
+    }
+
+
+PARTS = {"kernels": measure_kernels, "calls": measure_calls, "memory": measure_memory, "compile": measure_compile, "workload": measure_workload,
+         "store": measure_store, "tests": run_tests, "peers": measure_peers}  # fmt: skip
+
+
+def machine() -> dict:
+    import platform
+    from importlib.metadata import version
+
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    found = {
+        "gpu": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30),
+    }
+    found |= {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    found |= {
+        "cuda": torch.version.cuda,
+        "flexsn": flexsn.__version__,
+        "spikingjelly": version("spikingjelly") if candidates.spikingjelly else "absent",
+    }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    options = parser.parse_args()
+    target = Path(options.output)
+    document = json.loads(target.read_text()) if target.exists() else {}
+    document |= {"machine": machine(), "date": datetime.date.today().isoformat()}
+    torch.manual_seed(0)
+    for part in options.only:
+        start = time.perf_counter()
+        try:
+            document[part] = PARTS[part]()
+            document[part]["took_s"] = time.perf_counter() - start
+        except Exception:  # the other parts are still worth having; the report shows the failure
+            document[part] = {"failed": traceback.format_exc()[-2000:]}
+            print(document[part]["failed"], flush=True)
+        torch.cuda.empty_cache()
+        target.write_text(json.dumps(document, indent=1))
+        print(f"--- {part}: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
