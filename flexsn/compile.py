@@ -39,6 +39,7 @@ class Backend:
             checkpoints are stored.
         checkpoints: how many are stored for T steps in chunks of K.
         refuses: why it cannot run on a device, or None.
+        lazy: kernels are built for the sizes of a call; their `expect` starts that early.
     """
 
     render: Callable[[plan.Plan], str]
@@ -46,12 +47,13 @@ class Backend:
     chunk: Callable[[int, int, int, int, bool], int]
     checkpoints: Callable[[int, int], int]
     refuses: Callable[[torch.device], str | None]
+    lazy: bool = False
 
 
 BACKENDS = {
     "cpp": Backend(render_cpp.render, launch_cpp.load, plan.chunk_in_cache, plan.checkpoints_of_chunks, launch_cpp.check_device),
     "triton": Backend(
-        render_triton.render, launch_triton.load, plan.chunk_in_registers, plan.checkpoints_of_pieces, launch_triton.check_device
+        render_triton.render, launch_triton.load, plan.chunk_in_registers, plan.checkpoints_of_pieces, launch_triton.check_device, True
     ),
 }
 _CACHE_SIZE = 512

@@ -1,6 +1,7 @@
 """Triton source -> loaded kernel: Triton's compiler and disk cache, the tile, and the call.
 
-A binary serves every T and N: sizes are run-time arguments of no assumed divisibility. Under `TRITON_INTERPRET=1` (set
+A binary serves every T, and every N of its class (few or many neurons): sizes are run-time arguments. Both classes are
+built at once, and the backward beside the forward, on threads. Under `TRITON_INTERPRET=1` (set
 before triton is imported) kernels run on CPU tensors, slowly: for tests.
 """
 
@@ -14,6 +15,7 @@ import os
 import threading
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +88,7 @@ class Kernel:
     def __init__(self, plan: Plan, source: str):
         self.plan, self.source = plan, source
         self.function = _define(source, kernel_name(plan))
-        self._binaries: dict[tuple[Tile, int], Any] = {}
+        self._builds: dict[tuple[Tile, int], Future] = {}
         self._ready: dict[tuple[int, int, bool], tuple] = {}
         self._nullable = [(1 << bit, plan.arguments.index(a)) for bit, a in enumerate(nullable(plan))]
 
@@ -123,16 +125,29 @@ class Kernel:
         tile = tile_for(self.plan, N, _processors(index), aligned)
         if len(self._ready) > 1000:
             self._ready.clear()
+        self.expect(N, index, aligned)
         self._ready[N, index, aligned] = ready = (self._binary(tile, index), -(-N // tile.block), tile)
         return ready
 
-    def _binary(self, tile: Tile, index: int) -> Any:
-        """The binary for a tile, loaded on a GPU; built if neither this process nor the disk has it."""
+    def expect(self, N: int, index: int, aligned: bool = True) -> None:
+        """Start to build what a call with N neurons on a GPU needs, and, for a later one, the tile of the other class of N."""
+        tiles = [tile_for(self.plan, n, _processors(index), aligned) for n in (N, 1, 1 << 40)]
         with _lock, torch.cuda.device(index):
-            if (tile, index) not in self._binaries:
-                self._binaries[tile, index] = binary = self.build(tile, _target())
-                binary._init_handles()
-            return self._binaries[tile, index]
+            for tile in tiles:
+                if (tile, index) not in self._builds:
+                    self._builds[tile, index] = _builders().submit(self.build, tile, _target())
+
+    def _binary(self, tile: Tile, index: int) -> Any:
+        """The binary for a tile, loaded on a GPU."""
+        build = self._builds[tile, index]
+        try:
+            binary = build.result()
+        except BuildError:
+            del self._builds[tile, index]
+            raise
+        with _lock, torch.cuda.device(index):
+            binary._init_handles()
+        return binary
 
     def build(self, tile: Tile, target: Any) -> Any:
         """Compile for a `GPUTarget`.
@@ -165,6 +180,12 @@ class Kernel:
         for given_one, used in list(zip(present, taken, strict=True))[len(self.plan.reads) :]:
             if used is not given_one:
                 given_one.copy_(used)
+
+
+@functools.cache
+def _builders() -> ThreadPoolExecutor:
+    """Threads that build: Triton's passes run without Python's lock."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="flexsn-build")
 
 
 def _target() -> Any:

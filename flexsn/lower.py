@@ -240,6 +240,8 @@ def _addcmul(low: Lowering, node: fx.Node) -> Node:
     value = node.kwargs.get("value", 1)
     if not _dtype(node).is_floating_point:
         return low.op("add", base, low.op("mul", low.op("mul", low.const(value, a), a), b))
+    if low.device.type == "cuda":
+        return low.op("fma", low.const(value, a), low.op("mul", a, b), base)
     return low.op("fma", a if value == 1 else low.op("mul", low.const(value, a), a), b, base)
 
 
@@ -247,6 +249,8 @@ def _addcmul(low: Lowering, node: fx.Node) -> Node:
 def _addcdiv(low: Lowering, node: fx.Node) -> Node:
     base, a, b = low.casts(_args(node)[:3], _dtype(node))
     value = node.kwargs.get("value", 1)
+    if low.device.type == "cuda":
+        return low.op("fma", low.const(value, a), low.op("div", a, b), base)
     return low.op("add", base, low.op("div", a if value == 1 else low.op("mul", low.const(value, a), a), b))
 
 

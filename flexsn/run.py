@@ -34,6 +34,7 @@ class Call:
         self.program, self.shapes, self.T, self.statics = program, shapes, T, statics
         self.sequences, self.differentiable = sequences, differentiable
         self.kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
+        self.needs = tuple([t is not None and t.requires_grad for t in tensors])
         sig = program.sig
         self.num_inputs, self.num_operands = sig.num_inputs, sig.num_inputs + sig.num_states
         self.roles = tuple([f"x{k}" for k in range(sig.num_inputs)] + [f"v{k}" for k in range(sig.num_states)])
@@ -45,7 +46,25 @@ class Call:
         if key not in self._launches:
             kernel = self.program.kernel("forward", tuple(x.dtype for x in inputs), save, self.sequences)
             self._launches[key] = Launch(self, kernel, {})
+            if save and self.program.backend.lazy and inputs[0].device.type == "cuda":
+                self._expect_backward(inputs)
         return self._launches[key]
+
+    def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
+        """Start to build the backward, supposing that every output gets a cotangent."""
+        vjp = self.program.vjp
+        assert vjp is not None
+        present = tuple(sorted(f"gy{k}" for k in range(self.program.num_outputs) if vjp.differentiable[k]))
+        wanted, statics = self.wanted(self.needs)
+        self.backward_launch(inputs, wanted, present, statics).kernel.expect(self.numel, inputs[0].device.index)
+
+    def wanted(self, needs: Sequence[bool]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+        """Roles of the gradients that operands need, and which statics need one, in the order of the VJP."""
+        vjp = self.program.vjp
+        assert vjp is not None
+        roles = tuple([f"g{r}" for r, need in zip(self.roles, needs, strict=False) if need and f"g{r}" in vjp.graph.outputs])
+        by_name = dict(zip(self.statics, needs[self.num_operands :], strict=True))
+        return roles, tuple([by_name[name] for name in (*self.program.sig.param_names, *vjp.captured)])
 
     def backward_launch(
         self, inputs: Sequence[Tensor], wanted: tuple[str, ...], present: tuple[str, ...], statics: tuple[bool, ...]
@@ -125,7 +144,7 @@ def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None
 
 def backward(
     call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None], statics: dict[str, Tensor],
-    checkpoints: dict[str, Tensor], cotangents: dict[str, Tensor], wanted: Sequence[str], wanted_statics: tuple[bool, ...],
+    checkpoints: dict[str, Tensor], cotangents: dict[str, Tensor], wanted: tuple[str, ...], wanted_statics: tuple[bool, ...],
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:  # fmt: skip
     """Walk back over all T steps.
 
@@ -139,7 +158,6 @@ def backward(
     """
     vjp, step = call.program.vjp, call.shapes.step
     assert vjp is not None
-    wanted = tuple([r for r in wanted if r in vjp.graph.outputs])
     present = tuple(sorted([r for r in cotangents if r[:2] != "gv"]))
     launch = call.backward_launch(inputs, wanted, present, wanted_statics)
     arrays: dict[str, Tensor | None] = dict(zip(call.roles, (*inputs, *states), strict=True))

@@ -277,9 +277,7 @@ class _Scan(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         roles = [f"g{r}" for r in call.roles]
         first_static = len(roles)
-        wanted = [r for r, need in zip(roles, needs, strict=False) if need]
-        by_name = dict(zip(call.statics, needs[first_static:], strict=True))
-        wanted_statics = tuple(by_name[name] for name in (*sig.param_names, *vjp.captured))
+        wanted, wanted_statics = call.wanted(needs)
         if not cotangents:
             return (None,) * (1 + len(needs))
         found, static_grads = run.backward(call, inputs, states, _named(call, statics), checkpoints, cotangents, wanted, wanted_statics)
