@@ -12,7 +12,7 @@ READY := .venv/.ready
 BENCH_READY := .bench-venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-full lint format bench clean
+.PHONY: help demo test test-slow test-full lint format bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -57,6 +57,9 @@ format: $(READY) ## sort imports, lay out code, apply safe fixes
 
 bench: $(BENCH_READY) ## measure against the peers (minutes), results in benchmarks/results/
 	.bench-venv/bin/python benchmarks/run.py --float64-gate
+
+bench-gpu: ## test and measure on an NVIDIA GPU, with the python3 that has PyTorch for CUDA (minutes)
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --output benchmarks/results/gpu_$$(date +%F).json
 
 clean: ## remove .venv, .bench-venv and everything made
 	rm -rf .venv .bench-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

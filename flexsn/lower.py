@@ -240,9 +240,11 @@ def _addcmul(low: Lowering, node: fx.Node) -> Node:
     value = node.kwargs.get("value", 1)
     if not _dtype(node).is_floating_point:
         return low.op("add", base, low.op("mul", low.op("mul", low.const(value, a), a), b))
+    if value == 1:
+        return low.op("fma", a, b, base)
     if low.device.type == "cuda":
         return low.op("fma", low.const(value, a), low.op("mul", a, b), base)
-    return low.op("fma", a if value == 1 else low.op("mul", low.const(value, a), a), b, base)
+    return low.op("fma", low.op("mul", low.const(value, a), a), b, base)
 
 
 @_rule("addcdiv.default")

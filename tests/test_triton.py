@@ -262,7 +262,7 @@ def test_auto_on_the_cpu_is_never_triton(monkeypatch, counts):
     monkeypatch.setitem(compiling.BACKENDS, "triton", types.SimpleNamespace(refuses=refuse, load=refuse, render=refuse))
     x = torch.randn(3, 5, requires_grad=True)
     flexsn.scan(leaky, [x], [None], [torch.tensor(0.5)]).outputs[0].sum().backward()
-    assert counts.builds == 2 and counts.programs == 1 and x.grad is not None
+    assert counts.programs == 1 and x.grad is not None
 
 
 def test_inductor_is_the_same_program(counts):
