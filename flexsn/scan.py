@@ -14,8 +14,8 @@ from torch import Tensor
 
 from . import _compat, run
 from . import reads as reading
+from .backends import BACKENDS as KERNELS
 from .capture import Meta
-from .compile import BACKENDS as KERNELS
 from .compile import program_for
 from .eager import eager_loop
 from .errors import (
