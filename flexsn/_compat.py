@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
 __all__ = [
     "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "current_device", "current_stream", "decomposition_table",
-    "disable_modes", "forward_ad_level", "functional_overload", "has_tangent", "quiet",
+    "disable_modes", "forward_ad_level", "functional_overload", "has_tangent", "quiet", "transformed",
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
@@ -66,3 +66,8 @@ def current_stream(device: int) -> int:
 
 def current_device() -> int:
     return torch._C._cuda_getDevice()  # 2.11, 2.13
+
+
+def transformed() -> bool:
+    """Whether `torch.func` or a dispatch mode is active: tensors may then lack memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.11, 2.13

@@ -129,6 +129,10 @@ class ForwardModeError(CannotFuseError):
     """Forward-mode AD: the fused operator has no JVP."""
 
 
+class TransformError(CannotFuseError):
+    """A call under `torch.func`, `vmap` or a dispatch mode: the fused operator has no rule for it."""
+
+
 class InPlaceError(CannotFuseError):
     """An in-place write whose aliases cannot be followed."""
 

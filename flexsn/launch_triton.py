@@ -28,6 +28,7 @@ from .plan import Plan
 from .render_triton import STORAGE, kernel_name, nullable
 
 _lock = threading.Lock()
+_interpreter = threading.Lock()  # it patches Triton's language while it runs: one thread at a time
 _kernels: dict[tuple, Kernel] = {}
 
 
@@ -125,25 +126,27 @@ class Kernel:
         tile = tile_for(self.plan, N, _processors(index), aligned)
         if len(self._ready) > 1000:
             self._ready.clear()
-        self.expect(N, index, aligned)
-        self._ready[N, index, aligned] = ready = (self._binary(tile, index), -(-N // tile.block), tile)
+        build = self.expect(N, index, aligned)
+        self._ready[N, index, aligned] = ready = (self._binary(build, tile, index), -(-N // tile.block), tile)
         return ready
 
-    def expect(self, N: int, index: int, aligned: bool = True) -> None:
+    def expect(self, N: int, index: int, aligned: bool = True) -> Future:
         """Start to build what a call with N neurons on a GPU needs, and, for a later one, the tile of the other class of N."""
         tiles = [tile_for(self.plan, n, _processors(index), aligned) for n in (N, 1, 1 << 40)]
         with _lock, torch.cuda.device(index):
             for tile in tiles:
                 if (tile, index) not in self._builds:
                     self._builds[tile, index] = _builders().submit(self.build, tile, _target())
+            return self._builds[tiles[0], index]
 
-    def _binary(self, tile: Tile, index: int) -> Any:
-        """The binary for a tile, loaded on a GPU."""
-        build = self._builds[tile, index]
+    def _binary(self, build: Future, tile: Tile, index: int) -> Any:
+        """The binary for a tile, loaded on a GPU; a failed build may be tried again."""
         try:
             binary = build.result()
-        except BuildError:
-            del self._builds[tile, index]
+        except BaseException:
+            with _lock:
+                if self._builds.get((tile, index)) is build:
+                    del self._builds[tile, index]
             raise
         with _lock, torch.cuda.device(index):
             binary._init_handles()
@@ -161,8 +164,8 @@ class Kernel:
         constants = {(len(kinds) - 2,): tile.block, (len(kinds) - 1,): tile.ahead}
         even = [i for i, kind in enumerate(kinds) if tile.aligned and (kind[0] == "*" or i == len(kinds) - 4)]
         attributes = {(i,): [["tt.divisibility", 16]] for i in even}
-        source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
         try:
+            source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
             return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": 1, "enable_fp_fusion": False})
         except Exception as error:  # whatever a compiler raises
             raise BuildError(
@@ -174,7 +177,7 @@ class Kernel:
         block = min(128, 1 << (N - 1).bit_length())
         present = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         taken = [t.float() if t.dtype is torch.bfloat16 else t for t in present]  # the interpreter rounds bfloat16 towards zero
-        with warnings.catch_warnings():  # the interpreter's own, and NumPy's on values that GPUs take silently
+        with _interpreter, warnings.catch_warnings():  # the interpreter's own, and NumPy's on values that GPUs take silently
             warnings.simplefilter("ignore")
             self.function[(math.ceil(N / block),)](*taken, *dims, T, N, given, BLOCK=block, AHEAD=True)
         for given_one, used in list(zip(present, taken, strict=True))[len(self.plan.reads) :]:

@@ -52,7 +52,7 @@ class FlexSN(nn.Module):
         requires_grad: one flag per input and state: False cuts the graph at that operand. By default gradients go to
             whatever requires them.
         step_mode: `"m"`: calls take `[T, *shape]`; `"s"`: calls take one step `[*shape]`.
-        backend: `"auto"`, `"cpp"` or `"torch"` (the eager loop).
+        backend: `"auto"`, `"cpp"`, `"triton"` (also named `"inductor"`) or `"torch"` (the eager loop).
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
         strict: make `"auto"` raise where it would fall back to the eager loop.
 

@@ -83,6 +83,7 @@ class Reads:
     sizes: list[tuple[Any, int]] = field(default_factory=list)  # of containers and namespaces, which may grow
     opaque: list[Any] = field(default_factory=list)  # what the fingerprint names by id(): to be kept while it is in use
     signatures: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by counts of operands, made by `scan`
+    own: tuple = ()  # the core's code and defaults, which hold no reference to it
     calls: dict[tuple | None, Any] = field(default_factory=dict)  # by kinds of operands, made by `scan`
 
     def current(self) -> bool:

@@ -56,7 +56,9 @@ class Call:
         assert vjp is not None
         present = tuple(sorted(f"gy{k}" for k in range(self.program.num_outputs) if vjp.differentiable[k]))
         wanted, statics = self.wanted(self.needs)
-        self.backward_launch(inputs, wanted, present, statics).kernel.expect(self.numel, inputs[0].device.index)
+        launch = self.backward_launch(inputs, wanted, present, statics)
+        if launch.writes and self.numel:
+            launch.kernel.expect(self.numel, inputs[0].device.index)
 
     def wanted(self, needs: Sequence[bool]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
         """Roles of the gradients that operands need, and which statics need one, in the order of the VJP."""
@@ -160,6 +162,8 @@ def backward(
     assert vjp is not None
     present = tuple(sorted([r for r in cotangents if r[:2] != "gv"]))
     launch = call.backward_launch(inputs, wanted, present, wanted_statics)
+    if not launch.writes:  # no operand that needs a gradient has one
+        return {}, [None] * len(wanted_statics)
     arrays: dict[str, Tensor | None] = dict(zip(call.roles, (*inputs, *states), strict=True))
     arrays |= checkpoints
     for role, grad in cotangents.items():
@@ -177,11 +181,19 @@ def backward(
 
 def rows(tensor: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
     """An operand broadcast to the step shape after `leading` dims, contiguous: rows of N neurons."""
+    tensor = _plain(tensor)
     target = (*tensor.shape[:leading], *step)
     if tensor.shape != target:
         missing = len(target) - tensor.dim()
         tensor = tensor.reshape(*tensor.shape[:leading], *([1] * missing), *tensor.shape[leading:]).expand(target)
     return tensor.contiguous()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """With memory of its own and no lazy sign: kernels read what a pointer leads to."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def unbroadcast(grad: Tensor, shape: tuple[int, ...], leading: int) -> Tensor:
@@ -199,6 +211,7 @@ def _sum_steps(grad: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
 
 def _by_index(param: Tensor, step: tuple[int, ...]) -> tuple[Tensor, int, int]:
     """A param whose broadcast dims lie outside one solid block needs no copy; any other is expanded."""
+    param = _plain(param)
     shape = (1,) * (len(step) - param.dim()) + tuple(param.shape)
     solid = [d for d, n in enumerate(shape) if n != 1]
     if not solid:
@@ -219,13 +232,12 @@ def _narrow(full: Tensor, shape: tuple[int, ...], leading: int) -> Tensor:
     for d, n in enumerate(shape):
         if n == 1 and full.shape[d] != 1:
             full = full.narrow(d, 0, 1)
-    return full.contiguous()
+    return full.clone(memory_format=torch.contiguous_format)  # its own memory, not the whole block
 
 
 def _widen(grad: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
     """The adjoint of `_narrow`."""
-    if grad._is_zerotensor():  # a gradient without memory, as that of `sgn`
-        grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    grad = _plain(grad)  # that of `sgn` has no memory
     target = (*grad.shape[:leading], *step)
     if grad.shape == target:
         return grad.contiguous()

@@ -27,6 +27,7 @@ from .errors import (
     FlexSNError,
     ForwardModeError,
     OperandTypeError,
+    TransformError,
 )
 from .reads import Reads
 from .record import INTERNAL
@@ -96,7 +97,7 @@ def run_core(
     counts = (len(inputs), len(states), len(params))
     key = _kinds(tensors, (*counts, backend, sequences, num_outputs))
     call = seen.calls.get(key)
-    if call is not None and _compat.forward_ad_level() < 0:
+    if call is not None and _compat.forward_ad_level() < 0 and not _compat.transformed():
         return _run(call, tensors)
     if counts not in seen.signatures:
         seen.signatures[counts] = make_signature(core, *counts)
@@ -157,8 +158,10 @@ def _look(core: Callable) -> Reads:
         seen = _looks.get(core)
     except TypeError:  # not hashable
         return reading.look(core)
-    if seen is None or not seen.current():
+    own = tuple([getattr(core, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__")])
+    if seen is None or any([a is not b for a, b in zip(seen.own, own, strict=True)]) or not seen.current():
         seen = reading.look(core)
+        seen.own = own
         if not isinstance(core, types.MethodType):  # a bound method is a new object at every access
             _looks[core] = seen
     return seen
@@ -187,6 +190,11 @@ def _prepare(
     core, seen: Reads, replaced, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None
 ) -> run.Call:
     """Find or make the program for a call."""
+    if _compat.transformed() or any(isinstance(t, _compat.FakeTensor) for t in (*inputs, *states, *params)):
+        raise TransformError(
+            "is called under a transform or a dispatch mode (torch.func, vmap, fake tensors), where kernels find no memory", core=sig.core,
+            hint='Use backend="torch", the eager loop, there.',
+        )  # fmt: skip
     device = inputs[0].device
     name = {"auto": "triton" if device.type == "cuda" else "cpp", "inductor": "triton"}.get(backend, backend)
     refused = KERNELS[name].refuses(device)

@@ -186,3 +186,95 @@ def test_a_core_that_accepts_one_size_only():
     assert torch.equal(flexsn.scan(core, (torch.ones(3, 4),), backend="cpp").outputs[0], torch.full((3, 4), 2.0))
     with pytest.raises(ValueError, match="four channels"):
         flexsn.scan(core, (torch.ones(3, 5),), backend="cpp")
+
+
+# --- lazy tensors, changed functions, transforms -----------------------------------------------------------------------------------
+def leak(x, v):
+    v = v * 0.5 + x
+    return v * 2.0, v
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton"])
+def test_lazy_negative_and_zero_tensors(backend):
+    x = torch.randn(3, 5)
+    for lazy in (torch._neg_view(x), torch._efficientzerotensor((3, 5))):
+        got = flexsn.scan(leak, [lazy], [None], backend=backend)
+        want = flexsn.scan(leak, [lazy.clone() + 0], [None], backend="torch")
+        assert torch.equal(got.outputs[0], want.outputs[0]) and torch.equal(got.states[0], want.states[0])
+    x.requires_grad_()
+    flexsn.scan(leak, [x], [None], backend=backend).outputs[0].backward(torch._neg_view(torch.ones(3, 5)))
+    assert (x.grad < 0).all()
+
+
+def test_changed_defaults_are_seen():
+    def core(x, v, k=1.0):
+        return x * k + v, v + x
+
+    x = torch.ones(2, 3)
+    for k in (1.0, 7.0):
+        core.__defaults__ = (k,)
+        got, want = (flexsn.scan(core, [x], [None], backend=b).outputs[0] for b in ("cpp", "torch"))
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton"])
+def test_a_parameter_that_nothing_depends_on(backend):
+    class Core(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x, v):
+            return x + v, v * 0.5 + x
+
+    core = Core()
+    flexsn.scan(core, [torch.randn(3, 5)], [None], backend=backend).outputs[0].sum().backward()
+    assert core.w.grad is None
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton"])
+def test_fake_tensors_and_transforms_are_refused(backend):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = torch.randn(3, 5)
+    flexsn.scan(leak, [x], [None], backend=backend)  # the short path is taken from here on
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for operand in (x, mode.from_tensor(x)):
+            with pytest.raises(flexsn.errors.TransformError):
+                flexsn.scan(leak, [operand], [None], backend=backend)
+    with pytest.raises(flexsn.errors.TransformError):
+        torch.vmap(lambda t: flexsn.scan(leak, [t], [None], backend=backend).outputs[0])(x[None])
+
+
+def test_a_small_state_owns_no_large_block():
+    def core(x, v):
+        return x, v * 0.5 + 1.0
+
+    state = flexsn.scan(core, [torch.rand(4, 1000, 10, requires_grad=True)], [torch.zeros(())], backend="cpp").states[0]
+    assert state.untyped_storage().nbytes() == 4
+    state.mul_(3.0)
+
+
+def test_interpreted_kernels_in_threads():
+    x, found = torch.randn(9, 24), []
+    want = flexsn.scan(leak, [x], [None], backend="torch").outputs[0]
+    threads = [threading.Thread(target=lambda: found.append(flexsn.scan(leak, [x], [None], backend="triton").outputs[0])) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(found) == 8 and all(torch.equal(y, want) for y in found)
+
+
+def test_a_failed_build_is_reported_and_tried_again():
+    from concurrent.futures import Future
+
+    from flexsn.launch_triton import Kernel, Tile
+
+    kernel, tile, failed = Kernel.__new__(Kernel), Tile(64, 2, True), Future()
+    failed.set_exception(flexsn.errors.BuildError("no"))
+    kernel._builds = {(tile, 0): failed}
+    for _ in range(2):  # a second waiter for the same build
+        with pytest.raises(flexsn.errors.BuildError):
+            kernel._binary(failed, tile, 0)
+    assert kernel._builds == {}

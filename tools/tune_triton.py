@@ -54,8 +54,7 @@ def measure(plan, tile: Tile, T: int, N: int, checkpoints: int, memory: dict) ->
 
     launch_triton.tile_for = lambda *_: tile
     kernel = Kernel(plan, render_triton.render(plan))
-    kernel.expect(N, 0)
-    binary = kernel._binary(tile, 0)
+    binary = kernel._binary(kernel.expect(N, 0), tile, 0)
     given = arrays(plan, T, N, checkpoints, memory)
     return do_bench(lambda: kernel(given, [], T, N), warmup=3, rep=15, return_mode="median"), binary
 
