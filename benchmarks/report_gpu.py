@@ -165,8 +165,9 @@ def rest(d: dict) -> list[str]:
         "## First call",
         "",
         "LIF, N = 4096, forward and backward in a fresh process, PyTorch's own one-time work apart; capture, rendering, Triton's build and"
-        " the run. New size: the slowest of four further sizes in the same process, N from 160 to 12,288, run included. A call whose N is of"
-        " the other class (many neurons, from about 100,000) waits for nothing either: its kernels are built beside the first ones.",
+        " the run. New size: the slowest of four further sizes in the same process, N from 160 to 12,288, run included. Sizes of the"
+        " other class (many neurons, from about 100,000, or rows that are not aligned) have kernels of their own, whose build starts"
+        " beside the first ones; the wait of such a call was not measured.",
         "",
         "| T | cache on disk | first, s | new size, ms | asked |",
         "|---:|---|---:|---:|---|",

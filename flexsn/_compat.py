@@ -70,4 +70,4 @@ def current_device() -> int:
 
 def transformed() -> bool:
     """Whether `torch.func` or a dispatch mode is active: tensors may then lack memory."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.11, 2.13
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.13

@@ -57,7 +57,7 @@ def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
     """The tile for N neurons on a GPU of so many multiprocessors; `aligned`: whether rows start at multiples of 16 bytes.
 
     There are two, for few and for many neurons, from `tools/tune_triton.py` on an H200
-    (benchmarks/results/gpu_tune_h200.json): within 6% of the best of all tiles for LIF and adaptive LIF at every size.
+    (benchmarks/results/gpu_tune_h200.json): within 6% of the best tile for LIF and adaptive LIF at the sizes and chunks there.
     """
     if _WIDE * processors >= N:
         return Tile(64, 2, ahead=True)
@@ -143,7 +143,7 @@ class Kernel:
         """The binary for a tile, loaded on a GPU; a failed build may be tried again."""
         try:
             binary = build.result()
-        except BaseException:
+        except BaseException:  # raised again below, for every caller that waits
             with _lock:
                 if self._builds.get((tile, index)) is build:
                     del self._builds[tile, index]
