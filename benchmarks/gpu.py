@@ -33,7 +33,7 @@ from torch import Tensor
 import flexsn
 from flexsn import render_triton
 from flexsn.capture import Meta
-from flexsn.compile import Program
+from flexsn.compile import Program, program_of
 from flexsn.launch_triton import Kernel
 from flexsn.scan import look
 from flexsn.signature import make_signature
@@ -53,7 +53,7 @@ NEURONS = {n.name: n for n in (LIF_SIGMOID, ADAPTIVE, HH)}
 def program(neuron: Neuron, dtype: torch.dtype) -> Program:
     inputs, states = len(neuron.drive), len(neuron.rest)
     sig, captured = make_signature(neuron.core, inputs, states, 0), look(neuron.core).tensors()
-    made = Program("triton", neuron.core, sig, [Meta((5, 7), dtype)] * inputs + [None] * states, torch.device("cuda"), captured, None)
+    made = program_of("triton", neuron.core, sig, [Meta((5, 7), dtype)] * inputs + [None] * states, torch.device("cuda"), captured, None)
     made.differentiate(neuron.core, captured)
     return made
 

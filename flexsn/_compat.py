@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator  # 2.11, 2.13
 from torch._subclasses.fake_tensor import (  # 2.11, 2.13
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -17,8 +18,9 @@ from torch._subclasses.fake_tensor import (  # 2.11, 2.13
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 
 __all__ = [
-    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "current_device", "current_stream", "decomposition_table",
-    "disable_modes", "forward_ad_level", "functional_overload", "has_tangent", "quiet", "transformed",
+    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "current_device", "current_stream", "decomposition_table",
+    "disable_modes", "forward_ad_level", "functional_overload", "functorch_active", "has_tangent", "is_plain", "quiet",
+    "transformed", "under_modes",
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
@@ -71,3 +73,52 @@ def current_device() -> int:
 def transformed() -> bool:
     """Whether `torch.func` or a dispatch mode is active: tensors may then lack memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.13
+
+
+def under_modes(constants: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same tensors, made again where a dispatch mode sees it."""
+    with disable_modes():
+        values = [(t.tolist(), t.dtype, t.device) for t in constants]
+    return [torch.tensor(v, dtype=dtype, device=device) for v, dtype, device in values]
+
+
+def functorch_active() -> bool:
+    """Whether `torch.func` transforms are active (`grad`, `vmap`, `jvp`, ...)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # 2.11, 2.13
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Not wrapped by a functorch transform, not fake, not functional: its memory can be read."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.device.type == "meta":
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # 2.11, 2.13
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is an unknown of a trace."""
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None  # 2.11, 2.13
+
+
+def symbol(size: Any) -> str:
+    """The expression of a symbolic size; equal ones are written alike."""
+    return str(size.node.expr)  # 2.11, 2.13
+
+
+@contextlib.contextmanager
+def no_modes() -> Iterator[None]:
+    """While inside, nothing traces, transforms or casts: a core can be captured."""
+    from torch._dispatch.python import no_python_dispatcher  # 2.11, 2.13
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11, 2.13
+    from torch._guards import tracing  # 2.11, 2.13
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(None))
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(disable_modes())
+        stack.enter_context(no_python_dispatcher())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+

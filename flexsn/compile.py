@@ -1,134 +1,54 @@
 """The only driver: core -> program, through capture, lower, plan, render and launch, with everything cached.
 
-A `Program` is one core at one layout of operands (dtypes, ranks, which dims broadcast). It holds no sizes: T and the
-step shape are arguments of its kernels. What the core computes from params alone is the `prologue`, what turns summed
-cotangents into gradients of params is the `epilogue`; both are ATen graphs that PyTorch runs once per call.
+A `Program` is a blueprint (one core at one layout of operands: dtypes, ranks, which dims broadcast) for one backend. It
+holds no sizes: T and the step shape are arguments of its kernels. What the core computes from params alone is the
+`prologue`, what turns summed cotangents into gradients of params is the `epilogue`; both are ATen graphs that PyTorch
+runs once per call.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from . import plan
+from . import _compat, plan
 from .backends import BACKENDS
-from .capture import Meta, Trace, trace
-from .errors import CannotFuseError, CoreError, RandomOpError, SideEffectError, StateMismatchError, UnsupportedOpError
-from .graph import HALF, Graph
+from .blueprint import Blueprint, Shapes, draw
+from .capture import Meta, Trace
+from .errors import CannotFuseError, RandomOpError, SideEffectError
+from .graph import Graph
 from .lower import lower
 from .reads import Reads
-from .signature import Signature, step_shape
+from .signature import Signature
 
 _CACHE_SIZE = 512
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """The step shapes of one call."""
-
-    step: tuple[int, ...]
-    states: tuple[tuple[int, ...], ...]
-    outputs: tuple[tuple[int, ...], ...]
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.step).numel()
-
-
 class Program:
-    """One core, compiled for one layout of operands."""
+    """A blueprint, compiled by one backend for one device."""
 
-    def __init__(self, backend: str, core: Callable, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
-                 captured: dict[str, Tensor], num_outputs: int | None):  # fmt: skip
-        self.backend, self.sig = BACKENDS[backend], sig
-        self._device = device
+    def __init__(self, backend: str, blueprint: Blueprint, device: torch.device):
+        self.backend, self.blueprint = BACKENDS[backend], blueprint
+        self.sig, self.num_outputs, self.step = blueprint.sig, blueprint.num_outputs, blueprint.step
+        self.device = device
         self._kernels: dict[tuple, Any] = {}
         self._lock = threading.RLock()
-        record = functools.partial(trace, core, sig, device=device, captured=captured)
-        seen, forward = self._settle(record, metas, num_outputs)
-        ins, returns = sig.num_inputs + sig.num_states, forward.metas()
-        self.num_outputs = len(returns) - sig.num_states
-        self.step = step_shape(sig, [m.shape for m in (*seen[:ins], *returns)])
-        self.state_metas = tuple(seen[sig.num_inputs : ins])
-        self.output_metas = tuple(returns[: self.num_outputs])
-        self._metas = [Meta(self.step if i < ins else m.shape, _computed(m.dtype)) for i, m in enumerate(seen)]
-        self.forward_trace = forward if self._metas == list(seen) else self._as_computed(record)
-        self.free_dims = self._free_dims(record, captured)
         self.graph, params = self._lower_forward()
-        self.prologue = _static_module(self.forward_trace, params, {})
-        itemsize = max(m.dtype.itemsize for m in seen[: sig.num_inputs])
+        self.prologue = _static_module(blueprint.forward, params, {})
+        sig = self.sig
+        itemsize = max(m.dtype.itemsize for m in blueprint.metas[: sig.num_inputs])
         sizes = (sig.num_inputs, sig.num_states, len(self.graph.nodes), itemsize)
         self.chunk, self.inference_chunk = (self.backend.chunk(*sizes, checkpoint) for checkpoint in (True, False))
-        self.vjp: Vjp | None = None
+        self._vjp: Vjp | None = None
         self.kept: list[object] = []  # objects that the cache key names by id()
         self.storage = self._storage()
-
-    # --- capture ----------------------------------------------------------------------------------------------------
-    def _settle(self, record: Callable[..., Trace], metas: Sequence[Meta | None], num_outputs: int | None) -> tuple[list[Meta], Trace]:
-        """Find states that the core returns as it took them: given ones may broadcast, default ones adapt."""
-        sig = self.sig
-        inputs = [m for m in metas[: sig.num_inputs] if m is not None]
-        zero = Meta(step_shape(sig, [m.shape for m in inputs]), inputs[0].dtype)
-        step_shape(sig, [m.shape if m else () for m in metas[: sig.num_inputs + sig.num_states]])
-        current = [m or zero for m in metas]
-        for _ in range(4):
-            recorded = record(metas=current, vjp=False, num_outputs=num_outputs)
-            new = recorded.metas()[len(recorded.returns) - sig.num_states :]
-            old = current[sig.num_inputs : sig.num_inputs + sig.num_states]
-            if new == old:
-                return current, recorded
-            for i, (before, after) in enumerate(zip(old, new, strict=True)):
-                given = metas[sig.num_inputs + i]
-                if given is not None and (after.dtype != given.dtype or step_shape(sig, [before.shape, after.shape]) != after.shape):
-                    break
-                current[sig.num_inputs + i] = after
-            else:
-                continue
-            break
-        changed = [(n, a, b) for n, a, b in zip(sig.state_names, old, new, strict=True) if a != b]
-        name, before, after = changed[0]
-        raise StateMismatchError(
-            f"state `{name}` goes in as {before} and comes back as {after}", core=sig.core,
-            line=recorded.returns[-1].meta.get("line"),
-            hint="A state keeps its shape and dtype from step to step; start it as what the core returns, or convert inside the core.",
-        )  # fmt: skip
-
-    def _as_computed(self, record: Callable[..., Trace]) -> Trace:
-        """The core on operands as the kernel has them: of the step shape, 16-bit floats as float32."""
-        try:
-            return record(metas=self._metas, vjp=False)
-        except CoreError as error:
-            raise UnsupportedOpError(
-                f"runs on its operands as they are, but not on operands of the step shape {list(self.step)}: {error.reason}",
-                core=self.sig.core, line=error.line, hint="Give all inputs and states the same step shape.",
-            ) from None  # fmt: skip
-
-    def _free_dims(self, record: Callable[..., Trace], captured: dict[str, Tensor]) -> frozenset[int]:
-        """Dims of the step shape whose size the core does not depend on: found by tracing again with other sizes."""
-        params = self._metas[self.sig.num_inputs + self.sig.num_states :]
-        fixed = {n for m in params for n in m.shape} | {n for t in captured.values() for n in t.shape} | {1}
-        free = frozenset(d for d, n in enumerate(self.step) if n not in fixed)
-        if not free:
-            return free
-        other = list(self.step)
-        for d in free:
-            other[d] = next(n for n in range(self.step[d] + 1 + d, 1 << 62) if n not in fixed and n not in other)
-        ins = self.sig.num_inputs + self.sig.num_states
-        metas = [Meta(tuple(other), m.dtype) if i < ins else m for i, m in enumerate(self._metas)]
-        try:
-            same = record(metas=metas, vjp=False).text() == self.forward_trace.text()
-        except Exception:  # whatever the core raises at sizes that nobody gave it: it fits the given ones only
-            same = False
-        return free if same else frozenset()
 
     # --- lowering ---------------------------------------------------------------------------------------------------
     def _leaves(self, recorded: Trace) -> dict[str, fx.Node]:
@@ -137,27 +57,45 @@ class Program:
         return leaves | {f"v{k}": n for k, n in enumerate(recorded.operands[i : i + s])}
 
     def _lower_forward(self) -> tuple[Graph, dict[str, fx.Node]]:
-        recorded = self.forward_trace
+        recorded = self.blueprint.forward
         outputs = {f"y{k}": n for k, n in enumerate(recorded.returns[: self.num_outputs])}
         outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[self.num_outputs :])}
-        return lower(self.sig.core, self._leaves(recorded), outputs, self._carried("v"), self._device)
+        return lower(self.sig.core, self._leaves(recorded), outputs, self._carried("v"), self.device)
 
     def _carried(self, prefix: str) -> dict[str, torch.dtype]:
-        return {f"{prefix}{k}": self._metas[self.sig.num_inputs + k].dtype for k in range(self.sig.num_states)}
+        computed = self.blueprint.computed[self.sig.num_inputs :]
+        return {f"{prefix}{k}": computed[k].dtype for k in range(self.sig.num_states)}
 
     def differentiate(self, core: Callable, captured: dict[str, Tensor]) -> Vjp:
         """The VJP, traced on first use; `core` is the one that this program was made from, or its equal."""
         with self._lock:
-            if self.vjp is None:
-                self.vjp = Vjp(self, trace(core, self.sig, self._metas, self._device, captured, vjp=True))
+            self.blueprint.differentiate(core, captured, self.device)
             return self.vjp
+
+    @property
+    def vjp(self) -> Vjp:
+        """Lowered on first use; there is none before the blueprint is differentiated."""
+        if self._vjp is None:
+            with self._lock:
+                assert self.blueprint.vjp is not None, "differentiate() comes first"
+                self._vjp = self._vjp or Vjp(self, self.blueprint.vjp)
+        return self._vjp
 
     def _storage(self) -> dict[str, torch.dtype]:
         storage = {r: n.dtype for r, n in self.graph.inputs.items()} | {r: n.dtype for r, n in self.graph.outputs.items()}
-        storage |= {f"v{k}": m.dtype for k, m in enumerate(self.state_metas)}
-        return storage | {f"y{k}": m.dtype for k, m in enumerate(self.output_metas)}
+        storage |= {f"v{k}": m.dtype for k, m in enumerate(self.blueprint.states)}
+        return storage | {f"y{k}": m.dtype for k, m in enumerate(self.blueprint.outputs)}
 
     # --- kernels ------------------------------------------------------------------------------------------------------
+    def checkpoints(self, T: int) -> int:
+        """Rows of states that a forward stores: exact where T is a number, an upper bound where it is symbolic."""
+        bound = _compat.is_symbolic(T)
+        return T // self.chunk + self.chunk.bit_length() if bound else self.backend.checkpoints(T, self.chunk)
+
+    def plan_of(self, direction: str, *flags: Any) -> plan.Plan:
+        """`forward_plan(*flags)` or `backward_plan(*flags)`."""
+        return self.forward_plan(*flags) if direction == "forward" else self.backward_plan(*flags)
+
     def forward_plan(self, inputs: Sequence[torch.dtype], checkpoint: bool, sequences: bool) -> plan.Plan:
         storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
         chunk = self.chunk if checkpoint else self.inference_chunk
@@ -165,7 +103,6 @@ class Program:
 
     def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.Plan:
         storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
-        assert self.vjp is not None, "differentiate() comes first"
         vjp = self.vjp.graph
         storage |= {r: n.dtype for r, n in vjp.inputs.items() if r[0] == "p"}
         return plan.plan_backward(vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
@@ -174,33 +111,9 @@ class Program:
         """The loaded kernel for `forward_plan(*flags)` or `backward_plan(*flags)`."""
         key = (direction, *flags)
         if key not in self._kernels:
-            made = self.forward_plan(*flags) if direction == "forward" else self.backward_plan(*flags)
+            made = self.plan_of(direction, *flags)
             self._kernels[key] = self.backend.load(made, self.backend.render(made))
         return self._kernels[key]
-
-    # --- sizes --------------------------------------------------------------------------------------------------------
-    def shapes(self, operand_shapes: Sequence[tuple[int, ...]]) -> Shapes | None:
-        """The shapes of a call with inputs and states of these step shapes, or None where this program does not fit."""
-        common = step_shape(self.sig, operand_shapes)
-        offset = len(self.step) - len(common)
-        if offset < 0:
-            return None
-        step = tuple(common[d - offset] if d >= offset and d in self.free_dims else n for d, n in enumerate(self.step))
-        fits = all(n in (1, step[d + offset]) for d, n in enumerate(common))
-        if not fits or any((a == 1) != (b == 1) for a, b in zip(step, self.step, strict=True)):
-            return None
-        states = tuple(rescale(m.shape, self.step, step) for m in self.state_metas)
-        return Shapes(step, states, tuple(rescale(m.shape, self.step, step) for m in self.output_metas))
-
-
-def rescale(shape: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
-    """`shape`, which broadcasts to step shape `old`, for step shape `new`."""
-    offset = len(old) - len(shape)
-    return tuple(1 if n == 1 else new[d + offset] for d, n in enumerate(shape))
-
-
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALF else dtype
 
 
 class Vjp:
@@ -232,7 +145,7 @@ class Vjp:
         self.frontier = {f"gp{k}": n for k, n in enumerate(frontier)}
         outputs |= self.frontier
         outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[outs:])}
-        self.graph, params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"), program._device)
+        self.graph, params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"), program.device)
         self.prologue = _static_module(recorded, params, {})
         self._epilogues: dict[tuple[bool, ...], tuple[StaticModule, tuple[str, ...]]] = {}
 
@@ -272,7 +185,8 @@ class StaticModule:
     def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> dict[str, Tensor]:
         if self.module is None:
             return {}
-        values = self.module(*[statics[name] for name in self.operands], *self.constants, *sums)
+        constants = _compat.under_modes(self.constants) if _compat.transformed() else self.constants
+        values = self.module(*[statics[name] for name in self.operands], *constants, *sums)
         return dict(zip(self.results, values, strict=True))
 
 
@@ -301,6 +215,14 @@ def _static_module(recorded: Trace, results: dict[str, fx.Node], sums: dict[fx.N
     module = fx.GraphModule(torch.nn.Module(), graph)
     values = [recorded.constants[n.meta["role"]] for n in constants]
     return StaticModule(module.forward, [n.meta["role"] for n in named], values, list(results))
+
+
+def program_of(
+    backend: str, core: Callable, sig: Signature, metas: Sequence[Meta | None], device: torch.device, captured: dict[str, Tensor],
+    num_outputs: int | None = None,
+) -> Program:  # fmt: skip
+    """Capture and lower, past every cache."""
+    return Program(backend, draw(core, sig, metas, device, captured, num_outputs), device)
 
 
 # --- the cache of programs ------------------------------------------------------------------------------------------------
@@ -334,18 +256,18 @@ def program_for(
         given = [m.shape for m in metas[:ins] if m is not None]
         candidates = _by_layout.setdefault(layout, [])
         for program in candidates:
-            shapes = program.shapes(given)
+            shapes = program.blueprint.shapes(given)
             if shapes is not None:
                 break
         else:
             try:
                 with _no_side_effects(reads, sig):
-                    program = Program(backend, core, sig, metas, device, captured, num_outputs)
+                    program = program_of(backend, core, sig, metas, device, captured, num_outputs)
                 program.kept = reads.opaque
             except CannotFuseError as error:
                 _refused[exact] = error.with_traceback(None)
                 raise
-            shapes = program.shapes(given)
+            shapes = program.blueprint.shapes(given)
             assert shapes is not None
             candidates.append(program)
         _exact[exact] = (program, shapes)

@@ -129,10 +129,6 @@ class ForwardModeError(CannotFuseError):
     """Forward-mode AD: the fused operator has no JVP."""
 
 
-class TransformError(CannotFuseError):
-    """A call under `torch.func`, `vmap` or a dispatch mode: the fused operator has no rule for it."""
-
-
 class InPlaceError(CannotFuseError):
     """An in-place write whose aliases cannot be followed."""
 
@@ -156,3 +152,7 @@ class BuildError(FlexSNError, RuntimeError):
 
 class FallbackWarning(UserWarning):
     """`backend="auto"` runs the eager loop, and why."""
+
+
+class ProgramTextError(FlexSNError, RuntimeError):
+    """The program that a saved graph carries cannot be read."""

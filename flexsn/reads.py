@@ -336,3 +336,29 @@ def bound(reads: Reads, replaced: dict[str, Any]) -> Iterator[None]:
         finally:
             for slot, value in old:
                 slot.set(value)
+
+
+@contextlib.contextmanager
+def stand_ins(reads: Reads, replaced: dict[str, Any], make: Callable[[Tensor], Tensor]) -> Iterator[dict[str, Any]]:
+    """While inside, the captured tensors are `make(tensor)`; yields what to bind, by outermost path.
+
+    Tensors of captured modules are swapped in place, others are in what is yielded.
+    """
+    swapped, undo = dict(replaced), list[tuple[dict[str, Any], str, Any]]()
+    with lock:
+        try:
+            for path, slot in reads.objects.items():
+                value = replaced.get(path, slot.get())
+                if isinstance(value, Tensor):
+                    swapped[path] = make(value)
+                for child in value.modules() if isinstance(value, nn.Module) else ():
+                    tables: tuple[dict[str, Any], ...] = (child._parameters, child._buffers, vars(child))
+                    for table in tables:
+                        for name, tensor in list(table.items()):
+                            if isinstance(tensor, Tensor):
+                                undo.append((table, name, tensor))
+                                table[name] = make(tensor)
+            yield swapped
+        finally:
+            for table, name, tensor in undo:
+                table[name] = tensor

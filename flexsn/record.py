@@ -7,6 +7,7 @@ import linecache
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -68,6 +69,30 @@ _LAYOUT = {
 
 _VALUE_READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__"}
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
+
+
+class Replay(fx.Interpreter):
+    """Runs a graph that another tracer made of a core; ops keep the user's lines that the graph remembers."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        before, replayed.line = replayed.line, _remembered_line(n) or replayed.line
+        try:
+            return super().run_node(n)
+        finally:
+            replayed.line = before
+
+
+class _Replayed(threading.local):
+    line: str | None = None
+
+
+replayed = _Replayed()
+
+
+def _remembered_line(node: fx.Node) -> str | None:
+    found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or node.stack_trace or "")
+    users = [(name, number, code) for name, number, code in found if not name.startswith(INTERNAL)]
+    return "{}:{}: {}".format(*users[-1]) if users else None
 
 
 def run_core(core: Callable, operands: list[Tensor]) -> Any:  # a frame of its own: where the user's frames begin
@@ -180,12 +205,14 @@ class Recorder(TorchDispatchMode):
         """`file:number: text` of the user's statement that is being executed."""
         if self.user_line is not None:
             return self.user_line
+        if replayed.line is not None:
+            return replayed.line
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
             if frame.f_code in (run_core.__code__, Recorder.differentiate.__code__):
                 return None
-            if not name.startswith(INTERNAL):
+            if not name.startswith(INTERNAL) and not name.startswith("<eval_with_key>"):
                 text = linecache.getline(name, frame.f_lineno).strip()
                 return f"{name}:{frame.f_lineno}" + (f": {text}" if text else "")
             frame = frame.f_back
@@ -367,7 +394,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(val, (tuple, list)):
             for i, part in enumerate(val):
                 if isinstance(part, Tensor):
-                    item = self.graph.create_node("call_function", _getitem, (node, i))
+                    item = self.graph.create_node("call_function", getitem, (node, i))
                     item.meta.update(kind=kind, val=part, line=node.meta["line"])
                     self.track(part, item)
             return val
@@ -434,7 +461,7 @@ _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride",
 INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
-def _getitem(value, index):
+def getitem(value, index):
     return value[index]
 
 

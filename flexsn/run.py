@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compile import Program, Shapes, rescale
+from .blueprint import Shapes, rescale
+from .compile import Program
 from .graph import HALF
 from .memory import empty
+from .plan import Plan
 
 
 class Call:
@@ -27,6 +29,7 @@ class Call:
         differentiable: whether autograd records the call.
         kinds: shape and dtype of every operand as given, None for a default state.
         roles: of inputs and initial states, in order.
+        checkpoints: how many rows of states the forward stores for the backward.
     """
 
     def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
@@ -38,79 +41,83 @@ class Call:
         sig = program.sig
         self.num_inputs, self.num_operands = sig.num_inputs, sig.num_inputs + sig.num_states
         self.roles = tuple([f"x{k}" for k in range(sig.num_inputs)] + [f"v{k}" for k in range(sig.num_states)])
-        self.numel = shapes.numel
-        self._launches: dict[tuple, Launch] = {}
+        self.checkpoints = program.checkpoints(T)
+        self._launches: dict[tuple, Any] = {}
 
-    def forward_launch(self, inputs: Sequence[Tensor], save: bool) -> Launch:
+    def forward_launch(self, inputs: Sequence[Tensor], save: bool) -> Any:
         key = ("forward", save)
         if key not in self._launches:
-            kernel = self.program.kernel("forward", tuple(x.dtype for x in inputs), save, self.sequences)
-            self._launches[key] = Launch(self, kernel, {})
+            flags = tuple([x.dtype for x in inputs]), save, self.sequences
+            self._launches[key] = self._launch("forward", flags)
             if save and self.program.backend.lazy and inputs[0].device.type == "cuda":
                 self._expect_backward(inputs)
         return self._launches[key]
 
+    def _launch(self, direction: str, flags: tuple) -> Any:
+        return Launch(self.program.kernel(direction, *flags), self.T, self.shapes.step, self.checkpoints)
+
     def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
         """Start to build the backward, supposing that every output gets a cotangent."""
         vjp = self.program.vjp
-        assert vjp is not None
         present = tuple(sorted(f"gy{k}" for k in range(self.program.num_outputs) if vjp.differentiable[k]))
         wanted, statics = self.wanted(self.needs)
-        launch = self.backward_launch(inputs, wanted, present, statics)
-        if launch.writes and self.numel:
-            launch.kernel.expect(self.numel, inputs[0].device.index)
+        launch, _ = self.backward_launch(inputs, wanted, present, statics)
+        if launch.writes and launch.numel:
+            launch.kernel.expect(launch.numel, inputs[0].device.index)
 
     def wanted(self, needs: Sequence[bool]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
         """Roles of the gradients that operands need, and which statics need one, in the order of the VJP."""
         vjp = self.program.vjp
-        assert vjp is not None
         roles = tuple([f"g{r}" for r, need in zip(self.roles, needs, strict=False) if need and f"g{r}" in vjp.graph.outputs])
         by_name = dict(zip(self.statics, needs[self.num_operands :], strict=True))
         return roles, tuple([by_name[name] for name in (*self.program.sig.param_names, *vjp.captured)])
 
     def backward_launch(
         self, inputs: Sequence[Tensor], wanted: tuple[str, ...], present: tuple[str, ...], statics: tuple[bool, ...]
-    ) -> Launch:
-        """For the gradients of inputs and states `wanted`, of `statics`, from the cotangents `present`."""
+    ) -> tuple[Any, dict[str, tuple[int, ...]]]:
+        """For the gradients of inputs and states `wanted`, of `statics`, from the cotangents `present`; and the step shapes
+        of the sums over time (`gp*`) that the epilogue takes."""
         key = ("backward", wanted, present, statics)
         if key not in self._launches:
             vjp = self.program.vjp
-            assert vjp is not None
             _, sums = vjp.epilogue(statics)
-            kernel = self.program.kernel("backward", tuple(x.dtype for x in inputs), (*wanted, *sums), present)
+            launch = self._launch("backward", (tuple([x.dtype for x in inputs]), (*wanted, *sums), present))
             steps = {r: rescale(tuple(vjp.frontier[r].meta["val"].shape), self.program.step, self.shapes.step) for r in sums}
-            self._launches[key] = Launch(self, kernel, steps)
+            self._launches[key] = launch, steps
         return self._launches[key]
 
 
 class Launch:
-    """A kernel of a call: which arrays it takes, and which are allocated for it.
+    """A kernel at given sizes: which arrays it takes, and which are allocated for it.
 
     Attributes:
         reads: roles, in the order of the kernel's arguments.
         params: those of them that the prologue computes.
         writes: role, shape and dtype of every array to allocate.
-        sums: step shapes of the sums over time that the epilogue takes (`gp*`).
     """
 
-    def __init__(self, call: Call, kernel: Any, sums: dict[str, tuple[int, ...]]):
-        self.kernel, self.sums = kernel, sums
-        plan, program = kernel.plan, call.program
-        self.reads = [a.role for a in plan.reads]
-        self.params = [a.role for a in plan.reads if a.kind == "param"]
-        rows = {"sequence": (call.T,), "checkpoint": (program.backend.checkpoints(call.T, program.chunk),), "row": ()}
-        self.writes = [(a.role, (*rows[a.kind], *call.shapes.step), a.storage) for a in plan.writes]
+    def __init__(self, kernel: Any, T: int, step: tuple[int, ...], checkpoints: int):
+        self.kernel, self.T, self.step, self.numel = kernel, T, step, math.prod(step)
+        self.reads = [a.role for a in kernel.plan.reads]
+        self.params = [a.role for a in kernel.plan.reads if a.kind == "param"]
+        self.writes = written_arrays(kernel.plan, T, step, checkpoints)
 
-    def __call__(self, call: Call, arrays: dict[str, Tensor | None], params: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    def __call__(self, arrays: dict[str, Tensor | None], params: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Run; returns what was written, by role."""
         dims: list[int] = []
         for role in self.params:
-            tensor, inner, count = _by_index(params[role].to(device), call.shapes.step)  # a number may be a tensor on the CPU
+            tensor, inner, count = _by_index(params[role].to(device), self.step)  # a number may be a tensor on the CPU
             arrays[role] = tensor
             dims += (inner, count)
         written = {role: empty(shape, dtype, device) for role, shape, dtype in self.writes}
-        self.kernel([arrays.get(r) for r in self.reads] + list(written.values()), dims, call.T, call.numel)
+        self.kernel([arrays.get(r) for r in self.reads] + list(written.values()), dims, self.T, self.numel)
         return written
+
+
+def written_arrays(plan: Plan, T: int, step: tuple[int, ...], checkpoints: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Role, shape and dtype of every array that a kernel writes."""
+    rows = {"sequence": (T,), "checkpoint": (checkpoints,), "row": ()}
+    return [(a.role, (*rows[a.kind], *step), a.storage) for a in plan.writes]
 
 
 @dataclass
@@ -133,7 +140,7 @@ def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None
     """
     launch, shapes, T = call.forward_launch(inputs, save), call.shapes, call.T
     arrays: dict[str, Tensor | None] = dict(zip(call.roles, (*inputs, *states), strict=True))
-    written = launch(call, arrays, call.program.prologue(statics), inputs[0].device)
+    written = launch(arrays, call.program.prologue(statics), inputs[0].device)
     if T == 0:
         for k, state in enumerate(states):
             final = written[f"v{k}"]
@@ -159,23 +166,22 @@ def backward(
         Gradients of inputs and initial states by role, and gradients of the statics.
     """
     vjp, step = call.program.vjp, call.shapes.step
-    assert vjp is not None
     present = tuple(sorted([r for r in cotangents if r[:2] != "gv"]))
-    launch = call.backward_launch(inputs, wanted, present, wanted_statics)
+    launch, sums = call.backward_launch(inputs, wanted, present, wanted_statics)
     if not launch.writes:  # no operand that needs a gradient has one
         return {}, [None] * len(wanted_statics)
     arrays: dict[str, Tensor | None] = dict(zip(call.roles, (*inputs, *states), strict=True))
     arrays |= checkpoints
     for role, grad in cotangents.items():
         arrays[role] = _widen(grad, step, 0 if role[:2] == "gv" else 1)
-    written = launch(call, arrays, vjp.prologue(statics), inputs[0].device)
+    written = launch(arrays, vjp.prologue(statics), inputs[0].device)
     if call.T == 0:
         for role, grad in written.items():
             final = arrays.get(role)
             grad.zero_() if final is None else grad.copy_(final)
     if not any(wanted_statics):
         return written, [None] * len(wanted_statics)
-    found = vjp.epilogue(wanted_statics)[0](statics, [unbroadcast(written[r], s, 0) for r, s in launch.sums.items()])
+    found = vjp.epilogue(wanted_statics)[0](statics, [unbroadcast(written[r], s, 0) for r, s in sums.items()])
     return {r: written[r] for r in wanted}, [found.get(str(k)) for k in range(len(wanted_statics))]
 
 

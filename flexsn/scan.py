@@ -12,26 +12,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _compat, run
+from . import _compat, dynamo, run
 from . import reads as reading
 from .backends import BACKENDS as KERNELS
 from .capture import Meta
-from .compile import program_for
+from .blueprint import Blueprint
+from .compile import Program, program_for
+from .doors import autocasting, run_call
 from .eager import eager_loop
 from .errors import (
     BackendError,
     BackendUnavailableError,
     CannotFuseError,
-    DoubleBackwardError,
     FallbackWarning,
     FlexSNError,
     ForwardModeError,
     OperandTypeError,
-    TransformError,
 )
+from .ops import TracedCall, backend_of
 from .reads import Reads
 from .record import INTERNAL
-from .signature import Signature, check_operands, core_name, make_signature
+from .signature import Signature, check_operands, core_name, make_signature, step_shape
+from .sizes import Sizes, settle_sizes
 
 BACKENDS = ("auto", "torch", "cpp", "triton", "inductor")
 
@@ -74,10 +76,53 @@ def scan(
     for name, given in (("inputs", inputs), ("states", states), ("params", params)):
         if not isinstance(given, (tuple, list)):
             raise OperandTypeError(f"`{name}` must be a tuple or list of tensors", core=core_name(core), hint=f"Write `{name}=(x,)`.")
-    finals, sequences, outputs = run_core(
-        core, look(core), {}, tuple(inputs), tuple(states), tuple(params), backend=backend, strict=strict, sequences=store_state_seqs
-    )
+    operands = tuple(inputs), tuple(states), tuple(params)
+    if torch.compiler.is_dynamo_compiling():
+        finals, sequences, outputs = compile_core(core, None, *operands, backend=backend, strict=strict, sequences=store_state_seqs)
+    else:
+        finals, sequences, outputs = run_core(core, look(core), {}, *operands, backend=backend, strict=strict, sequences=store_state_seqs)
     return ScanResult(tuple(outputs), tuple(sequences if store_state_seqs else finals))
+
+
+class CoreScan(_compat.HigherOrderOperator):
+    """What Dynamo sees of a call: `dynamo.py` turns it into `flexsn::scan`. Where Dynamo gives up on a core, it runs as it is."""
+
+    def __init__(self) -> None:
+        super().__init__("flexsn_core_scan")
+
+    def __call__(self, core, owner, inputs, states, params, sequences, num_outputs, backend, strict):
+        reads, replaced = (look(core), {}) if owner is None else owner.look()
+        finals, trail, outputs = run_core(
+            core, reads, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs
+        )
+        return [*outputs, *finals, *trail]
+
+
+core_scan = CoreScan()
+
+
+def compile_core(
+    core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], *, backend: str,
+    strict: bool, sequences: bool, num_outputs: int | None = None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """`run_core` as Dynamo traces it.
+
+    Args:
+        owner: the `FlexSN` that holds the captured tensors, if one does.
+    """
+    dynamo.ready()
+    if backend == "torch":
+        return compiled_loop(core, inputs, states, params, sequences, num_outputs)
+    results = core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
+    if results is None:  # no kernel can express the core
+        return compiled_loop(core, inputs, states, params, sequences, num_outputs)
+    n = len(states)
+    outs = len(results) - (2 * n if sequences else n)
+    return list(results[outs : outs + n]), list(results[outs + n :]), list(results[:outs])
+
+
+def compiled_loop(core, inputs, states, params, sequences, num_outputs):
+    raise NotImplementedError
 
 
 def run_core(
@@ -87,7 +132,7 @@ def run_core(
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
-    if _autocasting():  # dtypes are those of the operands
+    if autocasting():  # dtypes are those of the operands
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return run_core(
                 core, seen, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs
@@ -97,8 +142,8 @@ def run_core(
     counts = (len(inputs), len(states), len(params))
     key = _kinds(tensors, (*counts, backend, sequences, num_outputs))
     call = seen.calls.get(key)
-    if call is not None and _compat.forward_ad_level() < 0 and not _compat.transformed():
-        return _run(call, tensors)
+    if call is not None and _compat.forward_ad_level() < 0:
+        return run_call(call, tensors)
     if counts not in seen.signatures:
         seen.signatures[counts] = make_signature(core, *counts)
     sig = seen.signatures[counts]
@@ -106,7 +151,7 @@ def run_core(
     if backend != "torch":
         try:
             call = _prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
-            results = _run(call, tensors)
+            results = run_call(call, tensors)
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
                 raise
@@ -120,10 +165,6 @@ def run_core(
     with reading.bound(seen, replaced):
         outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
-
-
-def _autocasting() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 _warned: set[str] = set()
@@ -171,7 +212,9 @@ _MOST_CALLS = 256
 
 
 def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:
-    """What a call depends on but for the values of its operands; None where one is no plain tensor."""
+    """What a call depends on but for the values of its operands; None where one is no plain tensor, or calls are traced."""
+    if _compat.transformed():
+        return None
     kinds: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype()]
     for t in tensors:
         if t is None:
@@ -190,111 +233,63 @@ def _prepare(
     core, seen: Reads, replaced, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None
 ) -> run.Call:
     """Find or make the program for a call."""
-    if _compat.transformed() or any(isinstance(t, _compat.FakeTensor) for t in (*inputs, *states, *params)):
-        raise TransformError(
-            "is called under a transform or a dispatch mode (torch.func, vmap, fake tensors), where kernels find no memory", core=sig.core,
-            hint='Use backend="torch", the eager loop, there.',
-        )  # fmt: skip
+    tensors = (*inputs, *states, *params, *captured.values())
+    traced = _compat.transformed() or not all(t is None or _compat.is_plain(t) for t in tensors)
     device = inputs[0].device
-    name = {"auto": "triton" if device.type == "cuda" else "cpp", "inductor": "triton"}.get(backend, backend)
+    name = {"auto": backend_of(device), "inductor": "triton"}.get(backend, backend)
     refused = KERNELS[name].refuses(device)
+    if traced and refused is None and name != backend_of(device):
+        refused = f"backend {name!r} does not run on {device} in a traced call"
     if refused is not None:
         raise (BackendUnavailableError if backend == "auto" else BackendError)(refused, core=sig.core, hint='Use backend="auto".')
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
-    tensors = (*inputs, *states, *params, *captured.values())
     if _compat.forward_ad_level() >= 0 and any(t is not None and _compat.has_tangent(t) for t in tensors):
         raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=sig.core)
+    differentiable = torch.is_grad_enabled() and any(_may_need_grad(t) for t in tensors)
+    names = (*sig.param_names, *captured)
+    if traced:
+        program, shapes = _while_tracing(name, core, seen, replaced, sig, metas, device, captured, num_outputs, differentiable)
+        return TracedCall(program, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
     with reading.bound(seen, replaced):
         program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
-        differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         if differentiable:
             program.differentiate(core, captured)
-    return run.Call(program, shapes, inputs[0].shape[0], (*sig.param_names, *captured), sequences, differentiable, tensors)
+    return run.Call(program, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
 
 
-def _run(call: run.Call, tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    if call.differentiable:
-        results = list(_Scan.apply(call, *tensors))
-    else:
-        with torch.no_grad():
-            done, _ = _forward(call, tensors, save=False)
-        results = [*done.outputs, *done.finals, *done.sequences]
-    outs, n = call.program.num_outputs, call.program.sig.num_states
-    return results[outs : outs + n], results[outs + n :], results[:outs]
+def _may_need_grad(tensor: Tensor | None) -> bool:
+    """A transform inside another hides what the outer one differentiates."""
+    return tensor is not None and (tensor.requires_grad or (_compat.functorch_active() and tensor.is_floating_point()))
 
 
-def _split(call: run.Call, tensors: Sequence[Tensor | None]) -> tuple[list, list, list]:
-    i, n = call.num_inputs, call.num_operands
-    return list(tensors[:i]), list(tensors[i:n]), list(tensors[n:])
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A plain tensor of the same kind."""
+    plain = torch.empty(Sizes(exact=True).of(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    return plain.requires_grad_(_may_need_grad(tensor))
 
 
-def _forward(call: run.Call, tensors: Sequence[Tensor | None], save: bool) -> tuple[run.Forward, tuple[list, list, list]]:
-    """Without recording gradients."""
-    inputs, states, statics = _split(call, tensors)
-    step = call.shapes.step
-    inputs = [run.rows(x, step, 1) for x in inputs]
-    states = [None if v is None else run.rows(v, step, 0) for v in states]
-    return run.forward(call, inputs, states, _named(call, statics), save), (inputs, states, statics)
+def _while_tracing(name, core, seen: Reads, replaced, sig: Signature, metas, device, captured, num_outputs, differentiable):
+    """Find or make the program for a call whose tensors cannot be read: the core runs on stand-ins of captured tensors, and
+    symbolic sizes get numbers."""
+    ins = sig.num_inputs + sig.num_states
+    shapes = [m.shape for m in metas[:ins] if m is not None]
+    step_shape(sig, shapes)  # which sizes must be equal
+    with _compat.no_modes(), reading.stand_ins(seen, replaced, _stand_in) as swapped:
+        plain = seen.tensors(swapped)
+        made: list[Program] = []
 
+        def draw_at(sizes: Sizes) -> Blueprint:
+            numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
+            made.append(program_for(name, core, seen, sig, numbered, device, plain, num_outputs)[0])
+            return made[-1].blueprint
 
-def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
-    explicit = call.program.sig.num_params
-    return {n: run.upcast(t.detach()) if k < explicit else t.detach() for k, (n, t) in enumerate(zip(call.statics, statics, strict=True))}
-
-
-class _Scan(torch.autograd.Function):
-    """The eager door: one forward kernel, one backward kernel."""
-
-    @staticmethod
-    def forward(ctx, call: run.Call, *tensors):
-        done, (inputs, states, statics) = _forward(call, tensors, save=True)
-        ctx.call = call
-        ctx.checkpoint_roles = tuple(done.checkpoints)
-        ctx.save_for_backward(*inputs, *states, *statics, *done.checkpoints.values())
-        ctx.set_materialize_grads(False)
-        vjp = call.program.vjp
-        assert vjp is not None
-        outs = len(done.outputs)
-        results = (*done.outputs, *done.finals, *done.sequences)
-        if not all(vjp.differentiable):
-            flags = (*vjp.differentiable, *(vjp.differentiable[outs:] if done.sequences else ()))
-            ctx.mark_non_differentiable(*[t for t, ok in zip(results, flags, strict=True) if not ok])
-        return results
-
-    @staticmethod
-    def backward(ctx, *grads):
-        if _autocasting():
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                return _Scan.backward(ctx, *grads)
-        if torch.is_grad_enabled():
-            raise DoubleBackwardError(
-                "is differentiated with create_graph=True, but a fused call has no second derivative", core=ctx.call.program.sig.core,
-                hint='Use backend="torch", the eager loop, where second derivatives are needed.',
-            )  # fmt: skip
-        call, program, vjp = ctx.call, ctx.call.program, ctx.call.program.vjp
-        sig, outs, n = program.sig, program.num_outputs, program.sig.num_states
-        saved = ctx.saved_tensors
-        kept = len(call.kinds)
-        inputs, states, statics = _split(call, saved[:kept])
-        checkpoints = dict(zip(ctx.checkpoint_roles, saved[kept:], strict=True))
-        prefixes = (("gy", grads[:outs]), ("gv", grads[outs : outs + n]), ("gs", grads[outs + n :]))
-        cotangents = {f"{p}{k}": g for p, gs in prefixes for k, g in enumerate(gs) if g is not None}
-        needs = ctx.needs_input_grad[1:]
-        roles = [f"g{r}" for r in call.roles]
-        first_static = len(roles)
-        wanted, wanted_statics = call.wanted(needs)
-        if not cotangents:
-            return (None,) * (1 + len(needs))
-        found, static_grads = run.backward(call, inputs, states, _named(call, statics), checkpoints, cotangents, wanted, wanted_statics)
-        results: list[Tensor | None] = [None]
-        for k, (role, meta) in enumerate(zip(roles, call.kinds, strict=False)):
-            grad = found.get(role)
-            results.append(None if grad is None or meta is None else run.unbroadcast(grad, meta[0], 1 if k < sig.num_inputs else 0))
-        named_grads = dict(zip((*sig.param_names, *vjp.captured), static_grads, strict=True))
-        for name, meta in zip(call.statics, call.kinds[first_static:], strict=True):
-            grad = named_grads.get(name)
-            results.append(None if grad is None else grad.to(meta[1]))
-        return tuple(results)
+        with reading.bound(seen, swapped):
+            settle_sizes(draw_at, shapes)
+            program = made[-1]
+            if differentiable:
+                program.differentiate(core, plain)
+    found = program.blueprint.shapes(shapes)
+    assert found is not None
+    return program, found

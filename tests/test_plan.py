@@ -16,7 +16,7 @@ f32 = torch.float32
 def program(core, inputs, states, params, dtype=f32):
     sig = make_signature(core, inputs, states, params)
     metas = [Meta((5,), dtype)] * (inputs + states) + [Meta((), dtype)] * params
-    made = compiling.Program("cpp", core, sig, metas, torch.device("cpu"), look(core).tensors(), None)
+    made = compiling.program_of("cpp", core, sig, metas, torch.device("cpu"), look(core).tensors(), None)
     made.differentiate(core, look(core).tensors())
     return made
 

@@ -26,7 +26,7 @@ f32, f64 = torch.float32, torch.float64
 # --- golden files -------------------------------------------------------------------------------------------------------------
 def lif_sources():
     sig = make_signature(lif, 1, 1, 2)
-    program = compiling.Program(
+    program = compiling.program_of(
         "cpp", lif, sig, [Meta((5,), f32), Meta((5,), f32), Meta((), f32), Meta((3, 1), f32)], torch.device("cpu"), {}, None
     )
     program.differentiate(lif, {})

@@ -84,7 +84,7 @@ def program(name):
     core, dtype, inputs, states, given = BUILT[name]
     sig, captured = make_signature(core, inputs, states, len(given)), look(core).tensors()
     metas = [Meta((2, 3, 5), dtype)] * inputs + [None] * states + given
-    made = compiling.Program("triton", core, sig, metas, torch.device("cpu"), captured, None)
+    made = compiling.program_of("triton", core, sig, metas, torch.device("cpu"), captured, None)
     made.differentiate(core, captured)
     return made
 
@@ -303,7 +303,7 @@ def test_tile_of_a_kernel_without_sequences():
     def core(x, v):
         return v * 0.5
 
-    made = compiling.Program("triton", core, make_signature(core, 1, 1, 0), [Meta((5,), f32), None], torch.device("cpu"), {}, None)
+    made = compiling.program_of("triton", core, make_signature(core, 1, 1, 0), [Meta((5,), f32), None], torch.device("cpu"), {}, None)
     assert tile_for(made.forward_plan((f32,), False, False), 10**8, 132, True).block >= 64
 
 

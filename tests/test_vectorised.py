@@ -8,7 +8,7 @@ import torch
 
 from flexsn import launch_cpp, surrogate
 from flexsn.capture import Meta
-from flexsn.compile import Program
+from flexsn.compile import program_of
 from flexsn.render_cpp import render
 from flexsn.signature import make_signature
 
@@ -45,7 +45,7 @@ def refractory(x, v, count):
 def test_the_compiler_vectorises_every_step_loop(core, dtype, tmp_path):
     states = {lif: 1, exponential: 2, branches: 1, refractory: 2}[core]
     metas = [Meta((5,), dtype), Meta((5,), dtype)] + [Meta((5,), torch.int64 if core is refractory else dtype)] * (states - 1)
-    program = Program("cpp", core, make_signature(core, 1, states, 0), metas, torch.device("cpu"), {}, None)
+    program = program_of("cpp", core, make_signature(core, 1, states, 0), metas, torch.device("cpu"), {}, None)
     program.differentiate(core, {})
     wanted = [r for r in program.vjp.graph.outputs if r in ("gx0", "gv0")]
     cotangents = [r for r in program.vjp.graph.inputs if r[:2] == "gy"]

@@ -50,7 +50,7 @@ def stages(core) -> dict[str, str]:
     backward = program.backward_plan((torch.float32,), ("gx0",), ("gy0",))
     return {
         "signature": str(sig),
-        "capture": aten_text(program.forward_trace),
+        "capture": aten_text(program.blueprint.forward),
         "graph": str(program.graph),
         "vjp": str(vjp.graph),
         "plan": f"{forward}\n{backward}",

@@ -1,0 +1,177 @@
+"""What a program is made from: a core captured at one layout of operands, as data that prints, travels and needs no core.
+
+A `Blueprint` names no device and no backend. It holds both step graphs (`forward`, and `vjp` once it is asked for) and
+what is known of sizes: which dims of the step shape may change. `text.py` writes it as a string and reads it back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .capture import Meta, Trace, trace
+from .errors import CoreError, StateMismatchError, UnsupportedOpError
+from .graph import HALF
+from .signature import Signature, step_shape
+
+Record = Callable[..., Trace]  # `trace` of one core on one device
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The step shapes of one call."""
+
+    step: tuple[int, ...]
+    states: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.step).numel()
+
+
+@dataclass
+class Blueprint:
+    """A captured core.
+
+    Attributes:
+        metas: of the operands (inputs, states, params) as the core takes them; default states are settled.
+        outputs: metas of what the core returns before its states.
+        step: the step shape at which the graphs were recorded.
+        free_dims: dims of it whose size the core does not depend on.
+        forward: the core on operands as a kernel has them: of the step shape, 16-bit floats as float32.
+        vjp: the core and its VJP, recorded by `differentiate`.
+        captured: names of the captured tensors that a call passes after the params.
+    """
+
+    sig: Signature
+    metas: list[Meta]
+    outputs: tuple[Meta, ...]
+    step: tuple[int, ...]
+    free_dims: frozenset[int]
+    forward: Trace
+    vjp: Trace | None = None
+    captured: tuple[str, ...] = ()
+    texts: dict[bool, str] = field(default_factory=dict, repr=False)  # written forms, with the VJP and without
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def states(self) -> tuple[Meta, ...]:
+        return tuple(self.metas[self.sig.num_inputs : self.sig.num_inputs + self.sig.num_states])
+
+    @property
+    def computed(self) -> list[Meta]:
+        return _computed(self.sig, self.metas, self.step)
+
+    def differentiate(self, core: Callable, captured: dict[str, Tensor], device: torch.device) -> Trace:
+        """Record the VJP on first use; `core` is the one that this blueprint was made from, or its equal."""
+        if self.vjp is None:
+            self.vjp = trace(core, self.sig, self.computed, device, captured, vjp=True)
+        return self.vjp
+
+    def shapes(self, operand_shapes: Sequence[tuple[int, ...]]) -> Shapes | None:
+        """The shapes of a call with inputs and states of these step shapes, or None where the graphs do not fit."""
+        common = step_shape(self.sig, operand_shapes)
+        offset = len(self.step) - len(common)
+        if offset < 0:
+            return None
+        step = tuple(common[d - offset] if d >= offset and d in self.free_dims else n for d, n in enumerate(self.step))
+        fits = all(n in (1, step[d + offset]) for d, n in enumerate(common))
+        if not fits or any(bool(a == 1) != bool(b == 1) for a, b in zip(step, self.step, strict=True)):
+            return None
+        states = tuple(rescale(m.shape, self.step, step) for m in self.states)
+        return Shapes(step, states, tuple(rescale(m.shape, self.step, step) for m in self.outputs))
+
+
+def rescale(shape: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape`, which broadcasts to step shape `old`, for step shape `new`."""
+    offset = len(old) - len(shape)
+    return tuple(1 if n == 1 else new[d + offset] for d, n in enumerate(shape))
+
+
+def draw(
+    core: Callable, sig: Signature, metas: Sequence[Meta | None], device: torch.device, captured: dict[str, Tensor],
+    num_outputs: int | None = None,
+) -> Blueprint:  # fmt: skip
+    """Capture `core` for operands of the given metas (inputs, states, params; None: a default state).
+
+    Args:
+        captured: tensors that the core may meet besides its operands, by path.
+    """
+    record = functools.partial(trace, core, sig, device=device, captured=captured)
+    seen, forward = _settle(record, sig, metas, num_outputs)
+    ins, returns = sig.num_inputs + sig.num_states, forward.metas()
+    step = step_shape(sig, [m.shape for m in (*seen[:ins], *returns)])
+    if _computed(sig, seen, step) != seen:
+        forward = _record_as_computed(record, sig, _computed(sig, seen, step), step)
+    made = Blueprint(sig, seen, tuple(returns[: len(returns) - sig.num_states]), step, frozenset(), forward, captured=tuple(captured))
+    made.free_dims = _free_dims(record, made, captured)
+    return made
+
+
+def _computed(sig: Signature, metas: Sequence[Meta], step: tuple[int, ...]) -> list[Meta]:
+    ins = sig.num_inputs + sig.num_states
+    return [Meta(step if i < ins else m.shape, torch.float32 if m.dtype in HALF else m.dtype) for i, m in enumerate(metas)]
+
+
+def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_outputs: int | None) -> tuple[list[Meta], Trace]:
+    """Find states that the core returns as it took them: given ones may broadcast, default ones adapt."""
+    inputs = [m for m in metas[: sig.num_inputs] if m is not None]
+    zero = Meta(step_shape(sig, [m.shape for m in inputs]), inputs[0].dtype)
+    step_shape(sig, [m.shape if m else () for m in metas[: sig.num_inputs + sig.num_states]])
+    current = [m or zero for m in metas]
+    for _ in range(4):
+        recorded = record(metas=current, vjp=False, num_outputs=num_outputs)
+        new = recorded.metas()[len(recorded.returns) - sig.num_states :]
+        old = current[sig.num_inputs : sig.num_inputs + sig.num_states]
+        if new == old:
+            return current, recorded
+        for i, (before, after) in enumerate(zip(old, new, strict=True)):
+            given = metas[sig.num_inputs + i]
+            if given is not None and (after.dtype != given.dtype or step_shape(sig, [before.shape, after.shape]) != after.shape):
+                break
+            current[sig.num_inputs + i] = after
+        else:
+            continue
+        break
+    changed = [(n, a, b) for n, a, b in zip(sig.state_names, old, new, strict=True) if a != b]
+    name, before, after = changed[0]
+    raise StateMismatchError(
+        f"state `{name}` goes in as {before} and comes back as {after}", core=sig.core,
+        line=recorded.returns[-1].meta.get("line"),
+        hint="A state keeps its shape and dtype from step to step; start it as what the core returns, or convert inside the core.",
+    )  # fmt: skip
+
+
+def _record_as_computed(record: Record, sig: Signature, metas: list[Meta], step: tuple[int, ...]) -> Trace:
+    try:
+        return record(metas=metas, vjp=False)
+    except CoreError as error:
+        raise UnsupportedOpError(
+            f"runs on its operands as they are, but not on operands of the step shape {list(step)}: {error.reason}",
+            core=sig.core, line=error.line, hint="Give all inputs and states the same step shape.",
+        ) from None  # fmt: skip
+
+
+def _free_dims(record: Record, made: Blueprint, captured: dict[str, Tensor]) -> frozenset[int]:
+    """Dims of the step shape whose size the core does not depend on: found by tracing again with other sizes."""
+    ins, metas = made.sig.num_inputs + made.sig.num_states, made.computed
+    fixed = {n for m in metas[ins:] for n in m.shape} | {n for t in captured.values() for n in t.shape} | {1}
+    free = frozenset(d for d, n in enumerate(made.step) if n not in fixed)
+    if not free:
+        return free
+    other = list(made.step)
+    for d in free:
+        other[d] = next(n for n in range(made.step[d] + 1 + d, 1 << 62) if n not in fixed and n not in other)
+    try:
+        again = record(metas=[Meta(tuple(other), m.dtype) if i < ins else m for i, m in enumerate(metas)], vjp=False)
+    except Exception:  # whatever the core raises at sizes that nobody gave it: it fits the given ones only
+        return frozenset()
+    return free if again.text() == made.forward.text() else frozenset()

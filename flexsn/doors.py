@@ -1,0 +1,238 @@
+"""The ways to a kernel, each an autograd formula around `run.forward` and `run.backward`.
+
+- eager, plain tensors: `_Eager`, the cheapest formula that autograd knows;
+- under `torch.func` (`grad`, `vmap`, `jacrev`, ...): `_Traced`, a formula that transforms compose with;
+- traced by the compiler or by export, fake tensors: the operator `flexsn::scan`, one node that carries the program as a
+  string. Below autograd it dissolves into prologue, kernel operator (`ops.py`) and epilogue.
+
+Each ends in one kernel per direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _compat, run
+from .errors import DoubleBackwardError, ForwardModeError, ShapeMismatchError
+from .ops import LIBRARY, TAGS, TracedCall, program_from, text_of
+
+Tensors = Sequence[Tensor | None]
+
+
+def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Final states, state sequences (if asked for) and outputs of a call."""
+    if isinstance(call, TracedCall) and not _compat.functorch_active():
+        results = _by_operator(call, tensors)
+    elif call.differentiable:
+        results = list((_Traced if isinstance(call, TracedCall) else _Eager).apply(call, *tensors))
+    else:
+        with torch.no_grad():
+            results, _ = _forward(call, _as_rows(call, tensors), save=False)
+    outs, n = call.program.num_outputs, call.program.sig.num_states
+    sequences = results[outs + n : outs + 2 * n] if call.sequences else []
+    return results[outs : outs + n], sequences, results[:outs]
+
+
+def autocasting() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+# --- what every door does ---------------------------------------------------------------------------------------------------
+def _split(call: run.Call, tensors: Tensors) -> tuple[list, list, list]:
+    i, n = call.num_inputs, call.num_operands
+    return list(tensors[:i]), list(tensors[i:n]), list(tensors[n:])
+
+
+def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
+    explicit = call.program.sig.num_params
+    return {n: run.upcast(t.detach()) if k < explicit else t.detach() for k, (n, t) in enumerate(zip(call.statics, statics, strict=True))}
+
+
+def _as_rows(call: run.Call, tensors: Tensors) -> list[Tensor | None]:
+    """Inputs and states as kernels take them; the rest as it is."""
+    inputs, states, statics = _split(call, tensors)
+    step = call.shapes.step
+    return [*(run.rows(x, step, 1) for x in inputs), *(None if v is None else run.rows(v, step, 0) for v in states), *statics]
+
+
+def _forward(call: run.Call, rows: Tensors, save: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs, final states, state sequences; and checkpoints by role. Without recording gradients."""
+    inputs, states, statics = _split(call, rows)
+    done = run.forward(call, inputs, states, _named(call, statics), save)
+    return [*done.outputs, *done.finals, *done.sequences], done.checkpoints
+
+
+def _not_differentiable(call: run.Call, results: Sequence[Tensor]) -> list[Tensor]:
+    """Those of outputs, final states and state sequences through which no gradient flows."""
+    outs, flags = call.program.num_outputs, call.program.vjp.differentiable
+    flags = (*flags, *(flags[outs:] if call.sequences else ()))
+    return [t for t, ok in zip(results, flags, strict=True) if not ok]
+
+
+def _backward(call: run.Call, rows: Tensors, checkpoints: dict[str, Tensor], grads: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
+    """One gradient per operand, from cotangents of outputs, final states and state sequences."""
+    if autocasting():
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return _backward(call, rows, checkpoints, grads, needs)
+    vjp, sig, outs = call.program.vjp, call.program.sig, call.program.num_outputs
+    n = sig.num_states
+    prefixes = (("gy", grads[:outs]), ("gv", grads[outs : outs + n]), ("gs", grads[outs + n :]))
+    cotangents = {f"{p}{k}": g for p, gs in prefixes for k, g in enumerate(gs) if g is not None}
+    if not cotangents:
+        return [None] * len(needs)
+    inputs, states, statics = _split(call, rows)
+    wanted, wanted_statics = call.wanted(needs)
+    found, static_grads = run.backward(call, inputs, states, _named(call, statics), checkpoints, cotangents, wanted, wanted_statics)
+    results: list[Tensor | None] = []
+    for k, (role, meta) in enumerate(zip(call.roles, call.kinds, strict=False)):
+        grad = found.get(f"g{role}")
+        results.append(None if grad is None or meta is None else run.unbroadcast(grad, meta[0], 1 if k < sig.num_inputs else 0))
+    by_name = dict(zip((*sig.param_names, *vjp.captured), static_grads, strict=True))
+    for name, meta in zip(call.statics, call.kinds[len(call.roles) :], strict=True):
+        grad = by_name.get(name)
+        results.append(None if grad is None or meta is None else grad.to(meta[1]))
+    return results
+
+
+def _refuse_double_backward(call: run.Call) -> None:
+    raise DoubleBackwardError(
+        "is differentiated twice (create_graph=True), but a fused call has no second derivative", core=call.program.sig.core,
+        hint='Use backend="torch", the eager loop, where second derivatives are needed.',
+    )  # fmt: skip
+
+
+# --- eager --------------------------------------------------------------------------------------------------------------------
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: run.Call, *tensors):
+        rows = _as_rows(call, tensors)
+        results, checkpoints = _forward(call, rows, save=True)
+        ctx.call, ctx.roles = call, tuple(checkpoints)
+        ctx.save_for_backward(*rows, *checkpoints.values())
+        ctx.set_materialize_grads(False)
+        constant = _not_differentiable(call, results)
+        if constant:
+            ctx.mark_non_differentiable(*constant)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if torch.is_grad_enabled():
+            _refuse_double_backward(ctx.call)
+        saved, kept = ctx.saved_tensors, len(ctx.call.kinds)
+        checkpoints = dict(zip(ctx.roles, saved[kept:], strict=True))
+        return None, *_backward(ctx.call, saved[:kept], checkpoints, grads, ctx.needs_input_grad[1:])
+
+
+# --- under transforms ---------------------------------------------------------------------------------------------------------
+class _Traced(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: run.Call, *tensors):
+        results, checkpoints = _forward(call, _as_rows(call, tensors), save=True)
+        return (*results, *checkpoints.values())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        call, *tensors = inputs
+        sequences = call.program.sig.num_states if call.sequences else 0
+        shown = call.program.num_outputs + call.program.sig.num_states + sequences
+        ctx.call, ctx.shown = call, shown
+        ctx.present = [t is not None for t in tensors]
+        ctx.save_for_backward(*[t for t in tensors if t is not None], *output[shown:])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*_not_differentiable(call, output[:shown]), *output[shown:])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        call = ctx.call
+        saved = ctx.saved_tensors
+        found = _TracedBackward.apply(call, ctx.needs_input_grad[1:], ctx.present, len(saved), *saved, *grads[: ctx.shown])
+        return None, *found
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=ctx.call.program.sig.core)
+
+
+class _TracedBackward(torch.autograd.Function):
+    """The backward as a function of its own: transforms differentiate through it only to be refused."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call, needs, present, num_saved, *tensors):
+        saved, grads = iter(tensors[:num_saved]), tensors[num_saved:]
+        operands = [next(saved) if there else None for there in present]
+        checkpoints = {f"c{k}": rows for k, rows in enumerate(saved)}
+        return tuple(_backward(call, _as_rows(call, operands), checkpoints, grads, needs))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _refuse_double_backward(ctx.call)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _refuse_double_backward(ctx.call)
+
+
+# --- flexsn::scan ---------------------------------------------------------------------------------------------------------------
+LIBRARY.define("scan(str program, Tensor[] inputs, Tensor?[] states, Tensor[] statics, bool sequences) -> Tensor[]", tags=TAGS)
+
+
+def _by_operator(call: run.Call, tensors: Tensors) -> list[Tensor]:
+    inputs, states, statics = _split(call, tensors)
+    program = text_of(call.program.blueprint, vjp=call.differentiable)
+    return torch.ops.flexsn.scan(program, inputs, states, statics, call.sequences)
+
+
+def call_of(program: str, inputs: Sequence[Tensor], states: Tensors, statics: Sequence[Tensor], sequences: bool) -> run.Call:
+    """The call that operands of `flexsn::scan` make."""
+    device, tensors = inputs[0].device, (*inputs, *states, *statics)
+    made = program_from(program, device)
+    given = [tuple(x.shape[1:]) for x in inputs] + [tuple(v.shape) for v in states if v is not None]
+    shapes = made.blueprint.shapes(given)
+    if shapes is None:
+        raise ShapeMismatchError(
+            f"was compiled for the step shape {list(made.step)}, where only dims {sorted(made.blueprint.free_dims)} may change, "
+            f"but is given {', '.join(str(list(s)) for s in given)}", core=made.sig.core,
+        )  # fmt: skip
+    names = (*made.sig.param_names, *made.blueprint.captured)
+    plain = not _compat.transformed() and all(t is None or _compat.is_plain(t) for t in tensors)
+    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return (run.Call if plain else TracedCall)(made, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
+
+
+def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
+    call = call_of(program, inputs, states, statics, sequences)
+    tensors = (*inputs, *states, *statics)
+    if not call.differentiable:
+        with torch.no_grad():
+            return _forward(call, _as_rows(call, tensors), save=False)[0]
+    results = list((_Traced if isinstance(call, TracedCall) else _Eager).apply(call, *tensors))
+    n = call.program.sig.num_states
+    return results[: call.program.num_outputs + (2 * n if sequences else n)]
+
+
+def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:
+    call = call_of(program, inputs, states, statics, sequences)
+    shapes, blueprint, T = call.shapes, call.program.blueprint, call.T
+    like = inputs[0]
+    outputs = [like.new_empty((T, *s), dtype=m.dtype) for s, m in zip(shapes.outputs, blueprint.outputs, strict=True)]
+    finals = [like.new_empty(s, dtype=m.dtype) for s, m in zip(shapes.states, blueprint.states, strict=True)]
+    trail = [like.new_empty((T, *s), dtype=m.dtype) for s, m in zip(shapes.states, blueprint.states, strict=True)] if sequences else []
+    return [*outputs, *finals, *trail]
+
+
+LIBRARY.impl("scan", _scan, "CompositeExplicitAutograd")
+LIBRARY.impl("scan", _scan, "Autograd")
+torch.library.register_fake("flexsn::scan", _fake_scan, lib=LIBRARY)

@@ -1,0 +1,185 @@
+"""How Dynamo, the front end of `torch.compile` and strict export, takes a neuron: as one operator that carries its program.
+
+Dynamo traces the core once, as the body of a higher-order operator: so it guards on every Python value that the core
+reads and lifts every tensor that it captures. The body is then captured as an eager core is, and what enters the
+compiled graph is `flexsn::scan`. All of this stands on private names of Dynamo, seen in 2.11 and 2.13; they are
+imported when `register` is called, which the first compiled call does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import _compat
+from .blueprint import Blueprint, draw
+from .capture import Meta
+from .errors import CannotFuseError, FallbackWarning
+from .ops import text_of
+from .record import Replay
+from .signature import Signature, core_name, positional_names, step_shape
+from .sizes import Sizes, settle_sizes
+
+_FILLER = "operand"
+
+
+def blueprint_of_body(
+    body: fx.GraphModule, name: str, names: Sequence[str], counts: tuple[int, int, int], metas: Sequence[Meta | None],
+    device: torch.device, lifted: Sequence[Any], num_outputs: int | None, differentiate: bool,
+) -> Blueprint:  # fmt: skip
+    """Capture the body that Dynamo made of a core.
+
+    Args:
+        counts: of inputs, states, params.
+        metas: of those operands, sizes possibly symbolic; None for a default state.
+        lifted: what the body takes after them: fake tensors of captured tensors, and sizes.
+    """
+    sig = Signature(name, *counts, tuple(names))
+    ins = counts[0] + counts[1]
+    step_shapes = [m.shape for m in metas[:ins] if m is not None]
+    step_shape(sig, step_shapes)  # which sizes must be equal
+    exact, sources = Sizes(exact=True), _size_sources(metas[:ins])
+
+    def kind(value: Any) -> Callable[..., Any]:
+        """What makes, for the operands of a run, what the body takes in this place."""
+        if isinstance(value, Tensor):
+            shape, dtype, device, grad = exact.of(value.shape), value.dtype, value.device, value.requires_grad
+            stand_in = torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
+            captured[f"captured_{len(captured)}"] = stand_in
+            return lambda *operands: stand_in
+        if _compat.is_symbolic(value) and _compat.symbol(value) in sources:  # Dynamo passes the sizes of operands
+            i, d = sources[_compat.symbol(value)]
+            return lambda *operands: operands[i].shape[d]
+        number = int(value)
+        return lambda *operands: number
+
+    with _compat.no_modes():
+        captured: dict[str, Tensor] = {}
+        extras = [kind(value) for value in lifted]
+
+        def core(*operands: Tensor) -> Any:
+            return Replay(body).run(*operands, *(extra(*operands) for extra in extras))
+
+        def draw_at(sizes: Sizes) -> Blueprint:
+            numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
+            return draw(core, sig, numbered, device, captured, num_outputs)
+
+        blueprint = settle_sizes(draw_at, step_shapes)
+        if differentiate:
+            blueprint.differentiate(core, captured, device)
+    return blueprint
+
+
+def _size_sources(metas: Sequence[Meta | None]) -> dict[str, tuple[int, int]]:
+    """Where to read each symbolic size: of which operand, in which dim, counted from the last."""
+    found: dict[str, tuple[int, int]] = {}
+    for i, meta in enumerate(metas):
+        for d, n in enumerate(meta.shape if meta else ()):
+            if meta is not None and _compat.is_symbolic(n):
+                found.setdefault(_compat.symbol(n), (i, d - len(meta.shape)))
+    return found
+
+
+def register() -> bool:
+    """Tell Dynamo about flexsn's higher-order operators; once is enough. Raises what a PyTorch that differs raises."""
+    from torch._dynamo.variables import higher_order_ops as dynamo  # 2.11, 2.13
+
+    table = dynamo._hop_name_to_variable_class
+    if "flexsn_core_scan" not in table:
+        table["flexsn_core_scan"] = _variable_class(dynamo)
+    return True
+
+
+def ready() -> bool:
+    """`register`, while Dynamo traces."""
+    return register()
+
+
+ready._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result` does, which would import Dynamo
+
+
+def _variable_class(dynamo: Any) -> type:
+    from torch._dynamo.variables import ConstantVariable, TupleVariable
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    class CoreScanVariable(dynamo.TorchHigherOrderOperatorVariable):
+        """`core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)`."""
+
+        _HOP_NAME = "flexsn.scan"
+
+        def _call_function(self, tx, args, kwargs):
+            args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
+            core, owner, inputs, states, params, *flags = args
+            sequences, num_outputs, backend, strict = (f.as_python_constant() for f in flags)
+            operands = [*inputs.items, *states.items, *params.items]
+            given = [None if v.is_python_constant() else v for v in operands]
+            fakes = [None if v is None else v.as_proxy().node.meta["example_value"] for v in given]
+            counts = len(inputs.items), len(states.items), len(params.items)
+            body, lifted = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value)
+            outer = [_owned(owner, proxy) for proxy in lifted]
+            values = [proxy.node.meta["example_value"] for proxy in outer]
+            fn = _python_callable(core)
+            metas = [None if t is None else Meta(tuple(t.shape[1:]) if i < counts[0] else tuple(t.shape), t.dtype) for i, t in enumerate(fakes)]
+            grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*fakes, *values))
+            try:
+                blueprint = blueprint_of_body(
+                    body, core_name(fn) if fn else "core", _names(fn, sum(counts)), counts, metas, fakes[0].device, values, num_outputs, grad
+                )  # fmt: skip
+            except CannotFuseError as error:
+                if backend != "auto" or strict:
+                    raise
+                warnings.warn(f"flexsn compiles PyTorch's own scan: {error}", FallbackWarning, stacklevel=2)
+                return ConstantVariable.create(None)
+            proxies = [None if v is None else v.as_proxy() for v in given]
+            n, m = counts[0], counts[0] + counts[1]
+            statics = [*proxies[m:], *(p for p, t in zip(outer, values, strict=True) if isinstance(t, Tensor))]
+            text = text_of(blueprint, vjp=grad)
+            call = (text, proxies[:n], proxies[n:m], statics, sequences)
+            return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
+
+    return CoreScanVariable
+
+
+def _speculate(dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, counts: tuple[int, int, int], source: Any) -> tuple[Any, list]:
+    """The core as a graph, and what it captures (proxies outside it)."""
+    steps = [None if t is None else t.shape[1:] if i < counts[0] else t.shape for i, t in enumerate(fakes)]
+    shape = torch.broadcast_shapes(*[s for s in steps[: counts[0] + counts[1]] if s is not None])
+    with dynamo.discard_graph_changes(tx):
+        examples = []
+        for size, like in zip(steps, fakes, strict=True):
+            with tx.fake_mode:
+                like = fakes[0] if like is None else like
+                fake = torch.empty(shape if size is None else size, dtype=like.dtype, device=like.device)
+                fake.requires_grad_(torch.is_grad_enabled() and like.is_floating_point())
+            proxy = tx.output.create_proxy("call_function", torch.empty, (0,), {})
+            examples.append(wrap(tx, proxy, example_value=fake))
+    with torch._dynamo.config.patch(specialize_float=True):  # numbers that the core reads are constants of the kernel
+        _, graph, lifted = dynamo.speculate_subgraph(
+            tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
+        )  # fmt: skip
+    return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
+
+
+def _owned(owner: Any, proxy: Any) -> Any:
+    """In place of a tensor that the core captured, the one that the `FlexSN` owns under its name."""
+    return proxy
+
+
+def _python_callable(core: Any) -> Callable | None:
+    """The function behind Dynamo's variable, for its name and its arguments' names."""
+    for attribute in ("fn", "value"):
+        found = getattr(core, attribute, None)
+        if callable(found):
+            return found
+    return None
+
+
+def _names(fn: Callable | None, count: int) -> list[str]:
+    names = list(positional_names(fn)[0]) if fn else []
+    if names[:1] == ["self"]:
+        del names[0]
+    return [*names, *(f"{_FILLER}{k}" for k in range(len(names), count))][:count]

@@ -1,0 +1,229 @@
+"""The kernels as PyTorch operators: `flexsn::forward` and `flexsn::backward`, one launch each.
+
+They are what a traced graph holds, so they take the whole program as a string and every other argument as plain tensors
+and sizes: nothing in them belongs to one process. Operands broadcast to the step shape `step`, results have it in full.
+Prologue, epilogue and narrowing are ordinary ops around them (`run.py`), which the compiler sees and fuses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import text
+from .blueprint import Blueprint
+from .compile import Program
+from .plan import Plan
+from .run import Call, Launch, written_arrays
+
+LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag,)
+LIBRARY.define(
+    "forward(str program, Tensor[] inputs, Tensor?[] states, Tensor[] params, SymInt[] step, SymInt checkpoints, bool save, "
+    "bool sequences) -> Tensor[]",
+    tags=TAGS,
+)
+LIBRARY.define(
+    "backward(str program, Tensor[] inputs, Tensor?[] states, Tensor[] params, Tensor[] checkpoints, Tensor[] cotangents, "
+    "str[] given, str[] wanted, SymInt[] step) -> Tensor[]",
+    tags=TAGS,
+)
+
+
+# --- programs by their text ---------------------------------------------------------------------------------------------------
+_CACHE_SIZE = 512
+_lock = threading.RLock()
+_programs: OrderedDict[tuple[str, str, torch.device], Program] = OrderedDict()
+_launches: OrderedDict[tuple, Launch] = OrderedDict()
+
+
+def backend_of(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" else "cpp"
+
+
+def program_from(program: str, device: torch.device, backend: str | None = None) -> Program:
+    """The program that a text describes, for operands on `device` (by default by the device's backend)."""
+    key = (program, backend or backend_of(device), device)
+    with _lock:
+        if key not in _programs:
+            _programs[key] = Program(key[1], text.read(program, device), device)
+            _trim(_programs)
+        return _programs[key]
+
+
+def _trim(cache: OrderedDict) -> None:
+    while len(cache) > _CACHE_SIZE:
+        cache.popitem(last=False)
+
+
+def text_of(blueprint: Blueprint, *, vjp: bool) -> str:
+    """As `text.write`, written once per blueprint."""
+    kept = blueprint.texts
+    if vjp not in kept:
+        kept[vjp] = text.write(blueprint, vjp=vjp)
+    return kept[vjp]
+
+
+# --- flexsn::forward ------------------------------------------------------------------------------------------------------------
+def _flags_forward(inputs: Sequence[Tensor], save: bool, sequences: bool) -> tuple:
+    return tuple([x.dtype for x in inputs]), save, sequences
+
+
+def _launch(program: str, device: torch.device, direction: str, flags: tuple, T: int, step: Sequence[int], checkpoints: int) -> Launch:
+    key = (program, device, direction, flags, T, tuple(step), checkpoints)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = Launch(program_from(program, device).kernel(direction, *flags), T, tuple(step), checkpoints)
+        with _lock:
+            _launches[key] = launch
+            _trim(_launches)
+    return launch
+
+
+def _rows(tensor: Tensor | None, leading: int, step: Sequence[int]) -> Tensor | None:
+    return None if tensor is None else tensor.expand(*tensor.shape[:leading], *step).contiguous()
+
+
+def _forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
+    T, device = inputs[0].shape[0], inputs[0].device
+    launch = _launch(program, device, "forward", _flags_forward(inputs, save, sequences), T, step, checkpoints)
+    arrays = {f"x{k}": _rows(x, 1, step) for k, x in enumerate(inputs)}
+    arrays |= {f"v{k}": _rows(v, 0, step) for k, v in enumerate(states)}
+    written = launch(arrays, {f"p{k}": p for k, p in enumerate(params)}, device)
+    if T == 0:
+        for k, state in enumerate(states):
+            final = written[f"v{k}"]
+            final.zero_() if state is None else final.copy_(state)
+    return list(written.values())
+
+
+def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, like: Tensor) -> list[Tensor]:
+    return [like.new_empty(shape, dtype=dtype) for _, shape, dtype in written_arrays(made, T, tuple(step), checkpoints)]
+
+
+def _fake_forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
+    made = program_from(program, inputs[0].device).plan_of("forward", *_flags_forward(inputs, save, sequences))
+    return _fake_arrays(made, inputs[0].shape[0], step, checkpoints, inputs[0])
+
+
+# --- flexsn::backward -----------------------------------------------------------------------------------------------------------
+def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequence[str]) -> tuple:
+    return tuple([x.dtype for x in inputs]), tuple(wanted), tuple([r for r in given if r[:2] != "gv"])
+
+
+def _backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
+    T, device = inputs[0].shape[0], inputs[0].device
+    launch = _launch(program, device, "backward", _flags_backward(inputs, given, wanted), T, step, 0)
+    arrays = {f"x{k}": _rows(x, 1, step) for k, x in enumerate(inputs)}
+    arrays |= {f"v{k}": _rows(v, 0, step) for k, v in enumerate(states)}
+    arrays |= {f"c{k}": c.contiguous() for k, c in enumerate(checkpoints)}
+    arrays |= {role: _rows(g, 0 if role[:2] == "gv" else 1, step) for role, g in zip(given, cotangents, strict=True)}
+    written = launch(arrays, {f"p{k}": p for k, p in enumerate(params)}, device)
+    if T == 0:
+        for role, grad in written.items():
+            final = arrays.get(role)
+            grad.zero_() if final is None else grad.copy_(final)
+    return list(written.values())
+
+
+def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
+    made = program_from(program, inputs[0].device).plan_of("backward", *_flags_backward(inputs, given, wanted))
+    return _fake_arrays(made, inputs[0].shape[0], step, 0, inputs[0])
+
+
+# --- vmap: one more dim in front of the step shape ----------------------------------------------------------------------------------
+def _batched(tensor: Tensor | None, dim: int | None, leading: int, step: Sequence[int]) -> Tensor | None:
+    """`tensor` with its batch dim (one of size 1 if it has none) right after `leading` dims, then the dims of the step."""
+    if tensor is None:
+        return None
+    tensor = tensor.unsqueeze(leading) if dim is None else tensor.movedim(dim, leading)
+    missing = leading + 1 + len(step) - tensor.dim()
+    return tensor.reshape(*tensor.shape[: leading + 1], *([1] * missing), *tensor.shape[leading + 1 :])
+
+
+def _all_batched(tensors, dims, leading: int, step) -> list[Tensor | None]:
+    dims = dims or [None] * len(tensors)
+    return [_batched(t, d, leading, step) for t, d in zip(tensors, dims, strict=True)]
+
+
+def _vmap_forward(info, in_dims, program, inputs, states, params, step, checkpoints, save, sequences):
+    x, v, p = in_dims[1:4]
+    wide = [info.batch_size, *step]
+    found = torch.ops.flexsn.forward(
+        program, _all_batched(inputs, x, 1, step), _all_batched(states, v, 0, step), _all_batched(params, p, 0, step), wide, checkpoints,
+        save, sequences,
+    )  # fmt: skip
+    return found, [f.dim() - len(wide) for f in found]
+
+
+def _vmap_backward(info, in_dims, program, inputs, states, params, checkpoints, cotangents, given, wanted, step):
+    x, v, p, c, g = in_dims[1:6]
+    wide = [info.batch_size, *step]
+    g = g or [None] * len(given)
+    grads = [_batched(t, d, 0 if r[:2] == "gv" else 1, step) for t, d, r in zip(cotangents, g, given, strict=True)]
+    rows = [c.expand(c.shape[0], *wide) for c in _all_batched(checkpoints, c, 1, step)]
+    found = torch.ops.flexsn.backward(
+        program, _all_batched(inputs, x, 1, step), _all_batched(states, v, 0, step), _all_batched(params, p, 0, step), rows, grads, given,
+        wanted, wide,
+    )  # fmt: skip
+    return found, [f.dim() - len(wide) for f in found]
+
+
+for _name, _real, _fake, _vmap in (
+    ("forward", _forward, _fake_forward, _vmap_forward),
+    ("backward", _backward, _fake_backward, _vmap_backward),
+):
+    LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexsn::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
+
+
+# --- a call that is traced ----------------------------------------------------------------------------------------------------------
+class TracedCall(Call):
+    """A call whose tensors are traced, fake, or wrapped by a transform: its launches are operators."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.program.device
+
+    def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
+        """Nothing is built while tracing."""
+
+    def _launch(self, direction: str, flags: tuple) -> Any:
+        return OperatorLaunch(self, direction, flags)
+
+
+class OperatorLaunch:
+    """Stands where `run.Launch` does, and calls the operator."""
+
+    def __init__(self, call: TracedCall, direction: str, flags: tuple):
+        self.call, self.direction, self.flags = call, direction, flags
+        self.program = text_of(call.program.blueprint, vjp=direction == "backward")
+        with _lock:  # here the text need not be read
+            _programs.setdefault((self.program, backend_of(call.device), call.device), call.program)
+        made = call.program.plan_of(direction, *flags)
+        self.writes = [a.role for a in made.writes]
+
+    def __call__(self, arrays: dict[str, Tensor | None], params: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        call = self.call
+        inputs = [arrays[r] for r in call.roles[: call.num_inputs]]
+        states = [arrays[r] for r in call.roles[call.num_inputs :]]
+        values = [params[f"p{k}"] for k in range(len(params))]
+        step = list(call.shapes.step)
+        if self.direction == "forward":
+            _, save, sequences = self.flags
+            rows = call.checkpoints if save else 0
+            written = torch.ops.flexsn.forward(self.program, inputs, states, values, step, rows, save, sequences)
+        else:
+            given = [r for r in arrays if r[0] == "g"]
+            checkpoints = [arrays[r] for r in arrays if r[0] == "c"]
+            cotangents = [arrays[r] for r in given]
+            written = torch.ops.flexsn.backward(
+                self.program, inputs, states, values, checkpoints, cotangents, given, list(self.flags[1]), step
+            )  # fmt: skip
+        return dict(zip(self.writes, written, strict=True))

@@ -1,0 +1,47 @@
+"""Sizes of traced tensors: numbers for the symbolic ones, so that a core can be captured while they stay open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from . import _compat
+from .blueprint import Blueprint
+from .errors import FlexSNError
+
+_FIRST = 1009  # a size that nobody's layer has
+
+
+class Sizes:
+    """Numbers for sizes. A symbolic size gets one of its own, equal ones the same; or, if `exact`, the size that it has in
+    this trace, to which the trace is then bound."""
+
+    def __init__(self, exact: bool = False):
+        self.exact = exact
+        self._numbers: dict[str, int] = {}
+
+    def of(self, shape: Sequence[int], exact: bool = False) -> tuple[int, ...]:
+        return tuple([self._number(n, exact or self.exact) for n in shape])
+
+    def _number(self, size: int, exact: bool) -> int:
+        if exact or not _compat.is_symbolic(size):
+            return int(size)
+        return self._numbers.setdefault(_compat.symbol(size), _FIRST + 2 * len(self._numbers))
+
+
+def settle_sizes(draw: Callable[[Sizes], Blueprint], shapes: Sequence[Sequence[int]]) -> Blueprint:
+    """What `draw` gives with the symbolic sizes among these step shapes left open; where the core depends on one, with the
+    sizes that they have."""
+    if any(_compat.is_symbolic(n) for s in shapes for n in s):
+        try:
+            blueprint = draw(Sizes())
+        except FlexSNError:  # sizes that must be equal, or a number that the core holds
+            blueprint = None
+        if blueprint is not None and stays_open(blueprint, shapes):
+            return blueprint
+    return draw(Sizes(exact=True))
+
+
+def stays_open(blueprint: Blueprint, shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether the core depends on no symbolic size among these step shapes."""
+    rank = len(blueprint.step)
+    return all(not _compat.is_symbolic(n) or rank - len(s) + d in blueprint.free_dims for s in shapes for d, n in enumerate(s))
