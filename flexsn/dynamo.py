@@ -120,7 +120,7 @@ def _variable_class(dynamo: Any) -> type:
             fakes = [None if v is None else v.as_proxy().node.meta["example_value"] for v in given]
             counts = len(inputs.items), len(states.items), len(params.items)
             body, lifted = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value)
-            outer = [_owned(owner, proxy) for proxy in lifted]
+            outer = lifted if owner.is_python_constant() else _owned_by(dynamo, tx, owner, lifted)
             values = [proxy.node.meta["example_value"] for proxy in outer]
             fn = _python_callable(core)
             metas = [None if t is None else Meta(tuple(t.shape[1:]) if i < counts[0] else tuple(t.shape), t.dtype) for i, t in enumerate(fakes)]
@@ -164,9 +164,25 @@ def _speculate(dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, cou
     return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
 
 
-def _owned(owner: Any, proxy: Any) -> Any:
-    """In place of a tensor that the core captured, the one that the `FlexSN` owns under its name."""
-    return proxy
+def _owned_by(dynamo: Any, tx: Any, owner: Any, lifted: list) -> list:
+    """In place of tensors that the core captured, those that the `FlexSN` owns under their names."""
+    from torch._dynamo.variables import ConstantVariable
+
+    places = owner.value.captured_places()
+    found = []
+    for proxy in lifted:
+        given = proxy.node.meta.get("grapharg")
+        place = places.get(id(given.example)) if given is not None and isinstance(given.example, Tensor) else None
+        if place is not None:
+            proxy = dynamo._make_inlined(tx, _follow)(owner, *map(ConstantVariable.create, place)).as_proxy()
+        found.append(proxy)
+    return found
+
+
+def _follow(thing: Any, *names: str) -> Any:
+    for name in names:
+        thing = getattr(thing, name)
+    return thing
 
 
 def _python_callable(core: Any) -> Callable | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .errors import BackendError, OperandCountError, ReturnCountError
-from .reads import lock
-from .scan import BACKENDS, look, run_core
+from .ops import carry
+from .reads import Reads, lock, module_tensors
+from .scan import BACKENDS, compile_core, look, run_core
 from .signature import core_name, positional_names
 
 
@@ -157,6 +159,23 @@ class FlexSN(nn.Module):
             return {}
         return {path: getattr(self.captured, name) for path, name in self._names.items() if path in seen.objects}
 
+    def look(self) -> tuple[Reads, dict[str, Any]]:
+        """What the core reads now, and the objects that this module uses in place of captured ones, by path."""
+        replaced = self._look()
+        return self._reads, replaced
+
+    def captured_places(self) -> dict[int, tuple[str, ...]]:
+        """Of every tensor that the core captured, by its `id`: the attributes that lead to this module's own."""
+        reads, replaced = self.look()
+        places: dict[int, tuple[str, ...]] = {}
+        for path in replaced:
+            original, start = reads.objects[path].get(), ("captured", self._names[path])
+            if isinstance(original, nn.Module):
+                places |= {id(t): (*start, *name.split(".")[1:]) for name, t in module_tensors(original, "").items()}
+            else:
+                places[id(original)] = start
+        return places
+
     # --- calls ------------------------------------------------------------------------------------------------------
     @staticmethod
     def init_states(num_states: int, step_mode: str, *inputs: Tensor) -> list[Tensor | None]:
@@ -174,7 +193,6 @@ class FlexSN(nn.Module):
                 hint=f"It was made with num_states={self.num_states} and {self.num_params} params; what is left of the core's arguments "
                 "are inputs. Tensors that go to every step unchanged are listed in `params=`.",
             )  # fmt: skip
-        replaced = self._look()
         states = self.init_states(self.num_states, self.step_mode, *inputs) if self.states is None else self.states
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
@@ -187,13 +205,18 @@ class FlexSN(nn.Module):
             ]
             inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]
         params = tuple([getattr(self.params, name) for name in self.param_names])
-        finals, sequences, outputs = run_core(
-            self.core, self._reads, replaced, inputs, tuple(states), params, backend=self.backend, strict=self.strict,
-            sequences=self.store_state_seqs, num_outputs=self.num_outputs,
-        )  # fmt: skip
+        flags: dict[str, Any] = {
+            "backend": self.backend, "strict": self.strict, "sequences": self.store_state_seqs, "num_outputs": self.num_outputs
+        }  # fmt: skip
+        if torch.compiler.is_dynamo_compiling():
+            finals, sequences, outputs = compile_core(self.core, self, inputs, tuple(states), params, **flags)
+            self.states = [carry(v) if v.is_cuda else v for v in finals]
+            self.state_seqs = sequences if self.store_state_seqs else None
+        else:
+            finals, sequences, outputs = run_core(self.core, *self.look(), inputs, tuple(states), params, **flags)
+            self._carry(finals, sequences if self.store_state_seqs else None)
         if not outputs:
             raise ReturnCountError("returned states only; at least one output is needed", core=core_name(self.core))
-        self._carry(finals, sequences if self.store_state_seqs else None)
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

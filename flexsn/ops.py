@@ -183,6 +183,18 @@ for _name, _real, _fake, _vmap in (
     torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
 
 
+# --- flexsn::carry --------------------------------------------------------------------------------------------------------------
+LIBRARY.define("carry(Tensor state) -> Tensor", tags=(*TAGS, torch.Tag.cudagraph_unsafe))
+LIBRARY.impl("carry", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("flexsn::carry", torch.clone, lib=LIBRARY)
+torch.library.register_autograd("flexsn::carry", lambda ctx, grad: grad, lib=LIBRARY)
+
+
+def carry(state: Tensor) -> Tensor:
+    """A copy that no CUDA graph owns: a state that the next call takes, while that call's graph reuses its own memory."""
+    return torch.ops.flexsn.carry(state)
+
+
 # --- a call that is traced ----------------------------------------------------------------------------------------------------------
 class TracedCall(Call):
     """A call whose tensors are traced, fake, or wrapped by a transform: its launches are operators."""
