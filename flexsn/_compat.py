@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,34 @@ from torch._subclasses.fake_tensor import (  # 2.11, 2.13
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 
 __all__ = [
-    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "current_device", "current_stream", "decomposition_table",
-    "disable_modes", "forward_ad_level", "functional_overload", "functorch_active", "has_tangent", "is_plain", "quiet",
-    "transformed", "under_modes",
+    "DYNAMIC_SHAPE_ERRORS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "ProxyTorchDispatchMode",
+    "current_device",
+    "current_stream",
+    "decomposition_table",
+    "disable_modes",
+    "forward_ad_level",
+    "functional_overload",
+    "functorch_active",
+    "has_tangent",
+    "is_plain",
+    "is_symbolic",
+    "no_modes",
+    "quiet",
+    "record_call",
+    "scan_operator",
+    "symbol",
+    "trace_body",
+    "transformed",
+    "under_modes",
+    "while_loop_stack_operator",
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
@@ -122,3 +144,43 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+def trace_body(core: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """The graph of a core inside a trace."""
+    from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.13
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # 2.11, 2.13
+
+    with disable_proxy_modes_tracing():
+        return reenter_make_fx(core)(*examples)
+
+
+def record_call(mode: Any, operator: Any, body: torch.fx.GraphModule, args: tuple, run: Callable[[], Any]) -> Any:
+    """Write `operator(body, *args)` into the graph of a trace as one node, whose values are those of `run()`."""
+    from torch._higher_order_ops.utils import unique_graph_id  # 2.11, 2.13
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree  # 2.11, 2.13
+    from torch.utils import _pytree as pytree  # 2.11, 2.13
+
+    _, name = unique_graph_id(mode, prefix=f"{operator.__name__}_body")
+    mode.tracer.root.register_module(name, body)
+    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, (body, *args))
+    node = mode.tracer.create_proxy("call_function", operator, proxies, {}, name=operator.__name__)
+    with disable_proxy_modes_tracing():
+        values = run()
+    return track_tensor_tree(values, node, constant=None, tracer=mode.tracer)
+
+
+def scan_operator() -> Callable[..., Any] | None:
+    """`scan(combine_fn, init, xs)`; imported on use, and None where PyTorch has none."""
+    try:
+        from torch._higher_order_ops.scan import scan  # 2.11, 2.13
+    except ImportError:
+        return None
+    return scan
+
+
+def while_loop_stack_operator() -> Callable[..., Any] | None:
+    """`while_loop(cond, body, carried, additional)` that gives all iterations' results, stacked; None where PyTorch has none."""
+    try:
+        from torch._higher_order_ops.while_loop import while_loop_stack_output_op  # 2.11, 2.13
+    except ImportError:
+        return None
+    return while_loop_stack_output_op

@@ -8,7 +8,6 @@ imported when `register` is called, which the first compiled call does.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,28 +17,30 @@ from torch import Tensor, fx
 from . import _compat
 from .blueprint import Blueprint, draw
 from .capture import Meta
-from .errors import CannotFuseError, FallbackWarning
+from .errors import CannotFuseError
+from .fallback import warn_once
 from .ops import text_of
 from .record import Replay
 from .signature import Signature, core_name, positional_names, step_shape
 from .sizes import Sizes, settle_sizes
 
-_FILLER = "operand"
+INLINED: dict[str, Callable[..., Any]] = {}  # other higher-order operators: name -> how Dynamo traces a call, in Python
 
 
 def blueprint_of_body(
-    body: fx.GraphModule, name: str, names: Sequence[str], counts: tuple[int, int, int], metas: Sequence[Meta | None],
-    device: torch.device, lifted: Sequence[Any], num_outputs: int | None, differentiate: bool,
+    body: fx.GraphModule, sig: Signature, operands: Sequence[Tensor | None], lifted: Sequence[Any], num_outputs: int | None,
+    differentiate: bool,
 ) -> Blueprint:  # fmt: skip
     """Capture the body that Dynamo made of a core.
 
     Args:
-        counts: of inputs, states, params.
-        metas: of those operands, sizes possibly symbolic; None for a default state.
-        lifted: what the body takes after them: fake tensors of captured tensors, and sizes.
+        operands: fake input sequences, states (None: a default state) and params; sizes may be symbolic.
+        lifted: what the body takes after them: fake tensors in place of captured tensors, and sizes.
     """
-    sig = Signature(name, *counts, tuple(names))
-    ins = counts[0] + counts[1]
+    ins, first = sig.num_inputs + sig.num_states, operands[0]
+    assert first is not None
+    device = first.device
+    metas = [None if t is None else Meta(tuple(t.shape[i < sig.num_inputs :]), t.dtype) for i, t in enumerate(operands)]
     step_shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, step_shapes)  # which sizes must be equal
     exact, sources = Sizes(exact=True), _size_sources(metas[:ins])
@@ -88,9 +89,12 @@ def register() -> bool:
     """Tell Dynamo about flexsn's higher-order operators; once is enough. Raises what a PyTorch that differs raises."""
     from torch._dynamo.variables import higher_order_ops as dynamo  # 2.11, 2.13
 
-    table = dynamo._hop_name_to_variable_class
+    table: dict[str, Any] = dynamo._hop_name_to_variable_class
     if "flexsn_core_scan" not in table:
-        table["flexsn_core_scan"] = _variable_class(dynamo)
+        table["flexsn_core_scan"] = _core_scan_variable(dynamo)
+    for name, written in INLINED.items():
+        if name not in table:
+            table[name] = _inlined_variable(dynamo, name, written)
     return True
 
 
@@ -102,8 +106,18 @@ def ready() -> bool:
 ready._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result` does, which would import Dynamo
 
 
-def _variable_class(dynamo: Any) -> type:
-    from torch._dynamo.variables import ConstantVariable, TupleVariable
+def _inlined_variable(dynamo: Any, name: str, written: Callable) -> type:
+    class InlinedVariable(dynamo.TorchHigherOrderOperatorVariable):
+        _HOP_NAME = name
+
+        def _call_function(self, tx, args, kwargs):
+            return dynamo._make_inlined(tx, written)(*args, **kwargs)
+
+    return InlinedVariable
+
+
+def _core_scan_variable(dynamo: Any) -> type:
+    from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.builder import wrap_fx_proxy
 
     class CoreScanVariable(dynamo.TorchHigherOrderOperatorVariable):
@@ -115,30 +129,24 @@ def _variable_class(dynamo: Any) -> type:
             args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
             core, owner, inputs, states, params, *flags = args
             sequences, num_outputs, backend, strict = (f.as_python_constant() for f in flags)
-            operands = [*inputs.items, *states.items, *params.items]
-            given = [None if v.is_python_constant() else v for v in operands]
-            fakes = [None if v is None else v.as_proxy().node.meta["example_value"] for v in given]
             counts = len(inputs.items), len(states.items), len(params.items)
+            proxies = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
+            fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
             body, lifted = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value)
-            outer = lifted if owner.is_python_constant() else _owned_by(dynamo, tx, owner, lifted)
-            values = [proxy.node.meta["example_value"] for proxy in outer]
-            fn = _python_callable(core)
-            metas = [None if t is None else Meta(tuple(t.shape[1:]) if i < counts[0] else tuple(t.shape), t.dtype) for i, t in enumerate(fakes)]
+            if not owner.is_python_constant():
+                lifted = _owned_by(dynamo, tx, owner, lifted)
+            values = [proxy.node.meta["example_value"] for proxy in lifted]
             grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*fakes, *values))
             try:
-                blueprint = blueprint_of_body(
-                    body, core_name(fn) if fn else "core", _names(fn, sum(counts)), counts, metas, fakes[0].device, values, num_outputs, grad
-                )  # fmt: skip
+                blueprint = blueprint_of_body(body, _signature(core, counts), fakes, values, num_outputs, grad)
             except CannotFuseError as error:
                 if backend != "auto" or strict:
                     raise
-                warnings.warn(f"flexsn compiles PyTorch's own scan: {error}", FallbackWarning, stacklevel=2)
+                warn_once("PyTorch's own scan", error)
                 return ConstantVariable.create(None)
-            proxies = [None if v is None else v.as_proxy() for v in given]
             n, m = counts[0], counts[0] + counts[1]
-            statics = [*proxies[m:], *(p for p, t in zip(outer, values, strict=True) if isinstance(t, Tensor))]
-            text = text_of(blueprint, vjp=grad)
-            call = (text, proxies[:n], proxies[n:m], statics, sequences)
+            statics = [*proxies[m:], *(p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor))]
+            call = (text_of(blueprint, vjp=grad), proxies[:n], proxies[n:m], statics, sequences)
             return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
 
     return CoreScanVariable
@@ -185,17 +193,9 @@ def _follow(thing: Any, *names: str) -> Any:
     return thing
 
 
-def _python_callable(core: Any) -> Callable | None:
-    """The function behind Dynamo's variable, for its name and its arguments' names."""
-    for attribute in ("fn", "value"):
-        found = getattr(core, attribute, None)
-        if callable(found):
-            return found
-    return None
-
-
-def _names(fn: Callable | None, count: int) -> list[str]:
-    names = list(positional_names(fn)[0]) if fn else []
-    if names[:1] == ["self"]:
-        del names[0]
-    return [*names, *(f"{_FILLER}{k}" for k in range(len(names), count))][:count]
+def _signature(core: Any, counts: tuple[int, int, int]) -> Signature:
+    """With the names of the function behind Dynamo's variable, where there is one."""
+    fn = next((f for a in ("fn", "value") if callable(f := getattr(core, a, None))), None)
+    names = [n for n in positional_names(fn)[0] if n != "self"] if fn else []
+    names = [*names, *(f"operand{k}" for k in range(len(names), sum(counts)))][: sum(counts)]
+    return Signature(core_name(fn) if fn else "core", *counts, tuple(names))

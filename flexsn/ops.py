@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import text
+from . import _compat, text
 from .blueprint import Blueprint
 from .compile import Program
 from .plan import Plan
@@ -51,7 +51,8 @@ def program_from(program: str, device: torch.device, backend: str | None = None)
     key = (program, backend or backend_of(device), device)
     with _lock:
         if key not in _programs:
-            _programs[key] = Program(key[1], text.read(program, device), device)
+            with _compat.no_modes():
+                _programs[key] = Program(key[1], text.read(program, device), device)
             _trim(_programs)
         return _programs[key]
 

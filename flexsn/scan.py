@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +13,8 @@ from torch import Tensor
 from . import _compat, dynamo, run
 from . import reads as reading
 from .backends import BACKENDS as KERNELS
-from .capture import Meta
 from .blueprint import Blueprint
+from .capture import Meta
 from .compile import Program, program_for
 from .doors import autocasting, run_call
 from .eager import eager_loop
@@ -24,14 +22,13 @@ from .errors import (
     BackendError,
     BackendUnavailableError,
     CannotFuseError,
-    FallbackWarning,
-    FlexSNError,
     ForwardModeError,
     OperandTypeError,
 )
+from .fallback import warn_once
+from .loops import scan_operator
 from .ops import TracedCall, backend_of
 from .reads import Reads
-from .record import INTERNAL
 from .signature import Signature, check_operands, core_name, make_signature, step_shape
 from .sizes import Sizes, settle_sizes
 
@@ -121,8 +118,20 @@ def compile_core(
     return list(results[outs : outs + n]), list(results[outs + n :]), list(results[:outs])
 
 
-def compiled_loop(core, inputs, states, params, sequences, num_outputs):
-    raise NotImplementedError
+def compiled_loop(
+    core: Callable, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], sequences: bool,
+    num_outputs: int | None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """`eager_loop` as Dynamo traces it: PyTorch's own scan operator, one node for any T."""
+    shape = torch.broadcast_shapes(*[x.shape[1:] for x in inputs])
+    first = [inputs[0].new_zeros(shape) if v is None else v for v in states]
+    if num_outputs is None:
+        returned = core(*[x.new_zeros(x.shape[1:]) for x in inputs], *first, *params)
+        num_outputs = (1 if isinstance(returned, Tensor) else len(returned)) - len(states)
+    counts = len(inputs), len(states), num_outputs
+    done = list(scan_operator(core, *counts, *inputs, *first, *params, states="sequence"))
+    outputs, trail = done[:num_outputs], done[num_outputs:]
+    return [v[-1].clone() for v in trail], trail if sequences else [], outputs
 
 
 def run_core(
@@ -155,7 +164,7 @@ def run_core(
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
                 raise
-            _warn_once(error)
+            warn_once("the eager loop", error)
         else:
             if key is not None:
                 if len(seen.calls) >= _MOST_CALLS:
@@ -165,24 +174,6 @@ def run_core(
     with reading.bound(seen, replaced):
         outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(error: FlexSNError) -> None:
-    text = str(error)
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(f"flexsn runs the eager loop: {text}", FallbackWarning, stacklevel=_users_level())
-
-
-def _users_level() -> int:
-    """How many frames up the first one outside flexsn and PyTorch is."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(INTERNAL):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 _looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()

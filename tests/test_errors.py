@@ -10,8 +10,7 @@ from cores import leaky, lif
 from helpers import line_of, words
 
 import flexsn
-from flexsn import errors, launch_cpp
-from flexsn import scan as scan_function
+from flexsn import errors, fallback, launch_cpp
 from flexsn.errors import FallbackWarning
 
 X = torch.randn(5, 4, 3)
@@ -458,7 +457,7 @@ def test_backend_that_does_not_serve_the_device():
 @pytest.fixture
 def warned(monkeypatch):
     """No fallback has been told of yet."""
-    monkeypatch.setattr(inspect.getmodule(scan_function), "_warned", set())
+    monkeypatch.setattr(fallback, "_warned", set())
 
 
 @pytest.mark.parametrize("core", [mean, matmul, cumsum, softmax, rolled, reads_float, if_max], ids=lambda c: c.__name__)
