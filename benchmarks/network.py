@@ -1,0 +1,185 @@
+"""A training step of a spiking VGG-11 under bf16 autocast, eager and compiled, with ReLU in the neuron's place as the floor.
+
+    python benchmarks/network.py --output benchmarks/results/network_<date>.json [--steps 4 16] [--only NAME ...]
+
+Needs a GPU and, for the peers, SpikingJelly 2.0.0. Every network has the same weights; a step is forward, loss, backward
+and SGD on [T, 128, 3, 32, 32] noise. Time: median of batches of steps, synchronised; memory: the peak of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cores
+import peers
+from gpu import machine, wall
+
+import flexsn
+
+BATCH = 128
+LAYOUT = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
+
+
+class OverTime(nn.Module):
+    """Layers without state, on `[T, B, ...]`: time and batch are one dim to them."""
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def vgg11(neuron: Callable[[], nn.Module]) -> nn.Sequential:
+    layers, channels, before = [], 3, []
+    for width in LAYOUT:
+        if width == "M":
+            before = [nn.MaxPool2d(2)]
+            continue
+        layers += [OverTime(*before, nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)), neuron()]
+        channels, before = width, []
+    return nn.Sequential(*layers, OverTime(*before, nn.Flatten(), nn.Linear(channels, 10)))
+
+
+def flexsn_lif() -> nn.Module:
+    return flexsn.FlexSN(cores.lif_sigmoid, num_states=1, strict=True)
+
+
+def sj_lif() -> nn.Module:
+    layer = peers.sj_neuron.LIFNode(
+        tau=2.0, decay_input=True, v_threshold=1.0, v_reset=0.0, surrogate_function=peers.sj_surrogate.Sigmoid(alpha=4.0), step_mode="m"
+    )
+    layer.backend = "triton"
+    return layer
+
+
+class SJFlexSN(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = peers.sj_neuron.FlexSN(cores.lif_sigmoid, num_states=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer.multi_step_functional_forward((x,), (torch.zeros_like(x[0]),), static_inputs=())[0][0]
+
+
+class EagerLoop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        v, spikes = torch.zeros_like(x[0]), []
+        for x_t in x.unbind(0):
+            s, v = cores.lif_sigmoid(x_t, v)
+            spikes.append(s)
+        return torch.stack(spikes)
+
+
+NEURONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "flexsn": flexsn_lif, "eager_loop": EagerLoop}
+if peers.spikingjelly:
+    NEURONS |= {"sj_lifnode_triton": sj_lif, "sj_flexsn": SJFlexSN}
+# name -> neuron, how it is compiled
+RUNS = {
+    "relu": ("relu", None), "relu_compiled": ("relu", {}), "relu_reduce_overhead": ("relu", {"mode": "reduce-overhead"}),
+    "flexsn": ("flexsn", None), "flexsn_compiled": ("flexsn", {}), "flexsn_reduce_overhead": ("flexsn", {"mode": "reduce-overhead"}),
+    "eager_loop": ("eager_loop", None), "sj_lifnode_triton": ("sj_lifnode_triton", None),
+    "sj_lifnode_triton_compiled": ("sj_lifnode_triton", {}), "sj_flexsn": ("sj_flexsn", None), "sj_flexsn_compiled": ("sj_flexsn", {}),
+}  # fmt: skip
+
+
+def network(neuron: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return vgg11(NEURONS[neuron]).cuda()
+
+
+def reset(net: nn.Module, neuron: str) -> None:
+    if neuron == "flexsn":
+        flexsn.reset_net(net)
+    elif neuron.startswith("sj_lif"):
+        peers.sj_functional.reset_net(net)
+
+
+def training_step(net: nn.Module, call: Callable, neuron: str, x: Tensor, labels: Tensor) -> Callable[[], Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> Tensor:
+        reset(net, neuron)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = nn.functional.cross_entropy(call(x).mean(0), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def check(x: Tensor) -> dict:
+    """flexsn against the eager loop, in float32, before anything is timed."""
+    found = {}
+    with torch.no_grad():
+        want = network("eager_loop")(x)
+        found["eager_equal"] = torch.equal(network("flexsn")(x), want)
+        got = torch.compile(network("flexsn"), fullgraph=True)(x)
+        found["compiled_error"] = ((got - want).norm() / want.norm()).item()
+    if not found["eager_equal"]:
+        raise AssertionError("flexsn and the eager loop differ")
+    return found
+
+
+def measure(name: str, x: Tensor, labels: Tensor) -> dict:
+    neuron, compiled = RUNS[name]
+    torch._dynamo.reset()
+    net = network(neuron)
+    start = time.perf_counter()
+    call = net if compiled is None else torch.compile(net, **compiled)
+    step = training_step(net, call, neuron, x, labels)
+    losses = [step().item() for _ in range(3)]
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    row = {"peak_mib": torch.cuda.max_memory_allocated() / 2**20, "first_steps_s": first, "ms": wall(step, seconds=3), "losses": losses}
+    if compiled is not None:
+        row["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
+        row["cudagraph_skips"] = torch._dynamo.utils.counters["inductor"].get("cudagraph_skips", 0)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--steps", nargs="*", type=int, default=[4, 16])
+    parser.add_argument("--only", nargs="*", default=list(RUNS))
+    options = parser.parse_args()
+    target, document = Path(options.output), {"machine": machine(), "date": datetime.date.today().isoformat(), "batch": BATCH, "T": {}}
+    torch.backends.cudnn.benchmark = False
+    for T in options.steps:
+        torch.manual_seed(1)
+        x, labels = torch.randn(T, BATCH, 3, 32, 32, device="cuda"), torch.randint(10, (BATCH,), device="cuda")
+        rows: dict = {"check": check(x[:, :16])}
+        for name in [n for n in options.only if RUNS[n][0] in NEURONS]:
+            try:
+                rows[name] = measure(name, x, labels)
+            except Exception:  # a peer may fail in any way: the report says how
+                if "flexsn" in name and not name.startswith("sj"):
+                    raise
+                rows[name] = {"failed": traceback.format_exc()[-1500:]}
+            print(T, name, {k: v for k, v in rows[name].items() if k != "losses"}, flush=True)
+            torch.cuda.empty_cache()
+            document["T"][str(T)] = rows
+            target.write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

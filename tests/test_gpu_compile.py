@@ -1,0 +1,163 @@
+"""On a GPU: compiled, transformed and exported calls. Run with `pytest --device cuda -m gpu tests/test_gpu_compile.py`."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import flexsn
+from flexsn import surrogate
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+class PLIF(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x, v):
+        h = v + (x - v) * self.w.sigmoid()
+        s = surrogate.atan(h - 1.0)
+        return s, h * (1.0 - s)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), flexsn.FlexSN(PLIF(), num_states=1), nn.Linear(64, 8)).cuda()
+
+
+def gradients(net):
+    found = {n: p.grad.clone() for n, p in net.named_parameters()}
+    net.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_training_matches_eager(mode, dynamic):
+    torch._dynamo.reset()
+    net = network()
+    compiled = torch.compile(net, fullgraph=True, mode=mode, dynamic=dynamic)
+    for T, batch in ((20, 6), (20, 6), (33, 9)):
+        x = torch.randn(T, batch, 32, device="cuda")
+        runs = []
+        for call in (net, compiled, compiled):
+            flexsn.reset_net(net)
+            y = call(x)
+            y.square().mean().backward()
+            runs.append((y.detach().clone(), net[1].states[0].detach().clone(), gradients(net)))
+        for run in runs[1:]:
+            torch.testing.assert_close(run[:2], runs[0][:2], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(run[2], runs[0][2], rtol=1e-3, atol=1e-5)
+
+
+def test_cuda_graphs_are_used_and_carried_states_survive_them():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    net, x = network(), torch.randn(5, 20, 6, 32, device="cuda")
+    reference = copy.deepcopy(net)
+    compiled = torch.compile(net, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):  # warm-up, recording, replays
+            flexsn.reset_net(net)
+            flexsn.reset_net(reference)
+            kept = []
+            for piece in x:  # states go from call to call
+                torch.testing.assert_close(compiled(piece).clone(), reference(piece), rtol=1e-4, atol=1e-5)
+                kept.append((net[1].states[0], reference[1].states[0]))
+            for mine, want in kept:  # later replays have not written over earlier states
+                torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0
+
+
+def test_bits_of_the_node():
+    torch._dynamo.reset()
+    x = torch.randn(20, 6, 64, device="cuda")
+    net = network()[1]
+    with torch.no_grad():
+        eager = net(x)
+        net.reset()
+        assert torch.equal(torch.compile(net, fullgraph=True)(x), eager)
+
+
+def test_autocast():
+    torch._dynamo.reset()
+    net, x = network(), torch.randn(20, 6, 32, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
+        eager = net(x)
+        net[1].reset()
+        compiled = torch.compile(net, fullgraph=True)(x)
+    assert compiled.dtype is eager.dtype is torch.bfloat16
+    torch.testing.assert_close(compiled, eager, rtol=0.05, atol=0.05)
+
+
+def test_transforms():
+    net = network()
+    x = torch.randn(4, 20, 6, 32, device="cuda")
+
+    def loss(params, x):
+        flexsn.reset_net(net)
+        return torch.func.functional_call(net, params, (x,)).square().mean()
+
+    params = dict(net.named_parameters())
+    per_sample = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+    flexsn.reset_net(net)
+    for k in range(4):
+        loss(params, x[k]).backward()
+        want = gradients(net)
+        torch.testing.assert_close({n: g[k] for n, g in per_sample.items()}, want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["scan", "forward", "backward"])
+def test_opcheck(op):
+    from flexsn.blueprint import draw
+    from flexsn.capture import Meta
+    from flexsn.ops import text_of
+    from flexsn.signature import make_signature
+
+    def core(x, v, w):
+        h = v * w + x
+        return surrogate.atan(h - 1.0), h
+
+    sig, device = make_signature(core, 1, 1, 1), torch.device("cuda")
+    made = draw(core, sig, [Meta((6, 5), torch.float32), None, Meta((5,), torch.float32)], device, {})
+    made.differentiate(core, {}, device)
+    text = text_of(made, vjp=True)
+    x, w = torch.randn(20, 6, 5, device="cuda", requires_grad=op == "scan"), torch.rand(5, device="cuda", requires_grad=op == "scan")
+    if op == "scan":
+        torch.library.opcheck(torch.ops.flexsn.scan, (text, [x], [None], [w], True))
+    elif op == "forward":
+        torch.library.opcheck(torch.ops.flexsn.forward, (text, [x], [None], [w], [6, 5], 4, True, False))
+    else:
+        rows = torch.ops.flexsn.forward(text, [x], [None], [w], [6, 5], 4, True, False)
+        roles = ["v0", "c0", "y0"]
+        found = dict(zip(roles, rows, strict=True))
+        args = (text, [x], [None], [w], [found["c0"]], [torch.ones_like(x)], ["gy0"], ["gx0", "gv0", "gp0"], [6, 5])
+        torch.library.opcheck(torch.ops.flexsn.backward, args)
+
+
+def test_export_and_aot_inductor_in_a_new_process(tmp_path):
+    net, x = network().eval(), torch.randn(20, 6, 32, device="cuda")
+    sizes = {0: torch.export.Dim("T", min=2, max=4096), 1: torch.export.Dim("B", min=2, max=512)}
+    program = torch.export.export(net, (x,), dynamic_shapes=(sizes,))
+    torch.export.save(program, tmp_path / "net.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "net_aoti.pt2"))
+    y = torch.randn(33, 9, 32, device="cuda")
+    flexsn.reset_net(net)
+    with torch.no_grad():
+        torch.save((y, net(y)), tmp_path / "pair.pt")
+    code = (
+        "import torch, flexsn\n"
+        f"x, want = torch.load(r'{tmp_path}/pair.pt')\n"
+        f"exported = torch.export.load(r'{tmp_path}/net.pt2').module()\n"
+        f"package = torch._inductor.aoti_load_package(r'{tmp_path}/net_aoti.pt2')\n"
+        "for call in (exported, package):\n"
+        "    torch.testing.assert_close(call(x), want, rtol=1e-4, atol=1e-5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
