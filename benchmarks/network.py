@@ -139,6 +139,7 @@ def check(x: Tensor) -> dict:
 def measure(name: str, x: Tensor, labels: Tensor) -> dict:
     neuron, compiled = RUNS[name]
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     net = network(neuron)
     start = time.perf_counter()
     call = net if compiled is None else torch.compile(net, **compiled)
@@ -151,7 +152,7 @@ def measure(name: str, x: Tensor, labels: Tensor) -> dict:
     torch.cuda.synchronize()
     row = {"peak_mib": torch.cuda.max_memory_allocated() / 2**20, "first_steps_s": first, "ms": wall(step, seconds=3), "losses": losses}
     if compiled is not None:
-        row["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
+        row["graph_breaks"] = dict(torch._dynamo.utils.counters["graph_break"])
         row["cudagraph_skips"] = torch._dynamo.utils.counters["inductor"].get("cudagraph_skips", 0)
     return row
 

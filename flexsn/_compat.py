@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo as not_compiled  # 2.11, 2.13: Dynamo leaves the frames of such a function alone
 from torch._ops import HigherOrderOperator  # 2.11, 2.13
 from torch._subclasses.fake_tensor import (  # 2.11, 2.13
     DataDependentOutputException,
@@ -34,7 +35,7 @@ __all__ = [
     "has_tangent",
     "is_plain",
     "is_symbolic",
-    "no_modes",
+    "no_modes", "not_compiled",
     "quiet",
     "record_call",
     "scan_operator",

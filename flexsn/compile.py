@@ -78,7 +78,8 @@ class Program:
         if self._vjp is None:
             with self._lock:
                 assert self.blueprint.vjp is not None, "differentiate() comes first"
-                self._vjp = self._vjp or Vjp(self, self.blueprint.vjp)
+                with _compat.no_modes():
+                    self._vjp = self._vjp or Vjp(self, self.blueprint.vjp)
         return self._vjp
 
     def _storage(self) -> dict[str, torch.dtype]:

@@ -233,6 +233,6 @@ def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     return [*outputs, *finals, *trail]
 
 
-LIBRARY.impl("scan", _scan, "CompositeExplicitAutograd")
-LIBRARY.impl("scan", _scan, "Autograd")
-torch.library.register_fake("flexsn::scan", _fake_scan, lib=LIBRARY)
+for _key in ("CompositeExplicitAutograd", "Autograd"):
+    LIBRARY.impl("scan", _compat.not_compiled(_scan), _key)
+torch.library.register_fake("flexsn::scan", _compat.not_compiled(_fake_scan), lib=LIBRARY)

@@ -179,9 +179,9 @@ for _name, _real, _fake, _vmap in (
     ("forward", _forward, _fake_forward, _vmap_forward),
     ("backward", _backward, _fake_backward, _vmap_backward),
 ):
-    LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flexsn::{_name}", _fake, lib=LIBRARY)
-    torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
+    LIBRARY.impl(_name, _compat.not_compiled(_real), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexsn::{_name}", _compat.not_compiled(_fake), lib=LIBRARY)
+    torch.library.register_vmap(f"flexsn::{_name}", _compat.not_compiled(_vmap), lib=LIBRARY)
 
 
 # --- flexsn::carry --------------------------------------------------------------------------------------------------------------

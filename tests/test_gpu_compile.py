@@ -11,7 +11,11 @@ from torch import nn
 import flexsn
 from flexsn import surrogate
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("default"),  # the compilers of PyTorch 2.11 warn of themselves
+]
 
 
 class PLIF(nn.Module):
@@ -117,7 +121,7 @@ def test_transforms():
 def test_opcheck(op):
     from flexsn.blueprint import draw
     from flexsn.capture import Meta
-    from flexsn.ops import text_of
+    from flexsn.ops import program_from, text_of
     from flexsn.signature import make_signature
 
     def core(x, v, w):
@@ -131,11 +135,13 @@ def test_opcheck(op):
     x, w = torch.randn(20, 6, 5, device="cuda", requires_grad=op == "scan"), torch.rand(5, device="cuda", requires_grad=op == "scan")
     if op == "scan":
         torch.library.opcheck(torch.ops.flexsn.scan, (text, [x], [None], [w], True))
-    elif op == "forward":
-        torch.library.opcheck(torch.ops.flexsn.forward, (text, [x], [None], [w], [6, 5], 4, True, False))
+        return
+    rows = program_from(text, device).checkpoints(20)
+    forward = (text, [x], [None], [w], [6, 5], rows, True, False)
+    if op == "forward":
+        torch.library.opcheck(torch.ops.flexsn.forward, forward)
     else:
-        rows = torch.ops.flexsn.forward(text, [x], [None], [w], [6, 5], 4, True, False)
-        roles = ["v0", "c0", "y0"]
+        rows, roles = torch.ops.flexsn.forward(*forward), ["v0", "c0", "y0"]
         found = dict(zip(roles, rows, strict=True))
         args = (text, [x], [None], [w], [found["c0"]], [torch.ones_like(x)], ["gy0"], ["gx0", "gv0", "gp0"], [6, 5])
         torch.library.opcheck(torch.ops.flexsn.backward, args)
