@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo as not_compiled  # 2.11, 2.13: Dynamo leaves the frames of such a function alone
 from torch._ops import HigherOrderOperator  # 2.11, 2.13
 from torch._subclasses.fake_tensor import (  # 2.11, 2.13
     DataDependentOutputException,
@@ -35,7 +34,7 @@ __all__ = [
     "has_tangent",
     "is_plain",
     "is_symbolic",
-    "no_modes", "not_compiled",
+    "no_modes",
     "quiet",
     "record_call",
     "scan_operator",
@@ -185,3 +184,40 @@ def while_loop_stack_operator() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return while_loop_stack_output_op
+
+
+def remade(tensor: torch.Tensor) -> torch.Tensor:
+    """An input of a neuron, as its backward takes it in a compiled graph.
+
+    The partitioner of AOTAutograd saves whatever an opaque operator of the backward reads, also what one pointwise pass
+    makes from tensors that are saved anyway (a batch norm from the output of its convolution). Two negations in the
+    backward graph, which no pass removes, give it something to fuse that recomputation with.
+    """
+    from torch.fx import traceback  # 2.11, 2.13
+
+    if not (traceback.has_preserved_node_meta() and tensor.is_floating_point() and _made_pointwise(tensor)):
+        return tensor
+    before = traceback.current_meta.get("partitioner_tag")
+    traceback.current_meta["partitioner_tag"] = "must_be_in_backward"  # it depends on no cotangent
+    try:
+        return tensor.neg().neg()
+    finally:
+        traceback.current_meta["partitioner_tag"] = before
+
+
+def _made_pointwise(tensor: torch.Tensor) -> bool:
+    """Whether the trace made this tensor elementwise, up to views and casts."""
+    from torch._subclasses.functional_tensor import FunctionalTensor  # 2.11, 2.13
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot  # 2.11, 2.13
+
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(tensor, FunctionalTensor):
+        return False
+    slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)  # type: ignore[call-overload]
+    node = None if slot is None else slot.proxy.node
+    while node is not None and node.op == "call_function" and str(node.target).split(".")[1] in _PASSED_THROUGH:
+        node = node.args[0]
+    return node is not None and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+_PASSED_THROUGH = {"view", "_unsafe_view", "reshape", "convert_element_type", "_to_copy", "clone", "expand", "unsqueeze"}

@@ -170,7 +170,9 @@ class _TracedBackward(torch.autograd.Function):
         saved, grads = iter(tensors[:num_saved]), tensors[num_saved:]
         operands = [next(saved) if there else None for there in present]
         checkpoints = {f"c{k}": rows for k, rows in enumerate(saved)}
-        return tuple(_backward(call, _as_rows(call, operands), checkpoints, grads, needs))
+        rows = _as_rows(call, operands)
+        rows[: call.num_inputs] = [_compat.remade(x) for x in rows[: call.num_inputs]]
+        return tuple(_backward(call, rows, checkpoints, grads, needs))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -234,5 +236,5 @@ def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:
 
 
 for _key in ("CompositeExplicitAutograd", "Autograd"):
-    LIBRARY.impl("scan", _compat.not_compiled(_scan), _key)
-torch.library.register_fake("flexsn::scan", _compat.not_compiled(_fake_scan), lib=LIBRARY)
+    LIBRARY.impl("scan", _scan, _key)
+torch.library.register_fake("flexsn::scan", _fake_scan, lib=LIBRARY)

@@ -87,7 +87,9 @@ def _launch(program: str, device: torch.device, direction: str, flags: tuple, T:
 
 
 def _rows(tensor: Tensor | None, leading: int, step: Sequence[int]) -> Tensor | None:
-    return None if tensor is None else tensor.expand(*tensor.shape[:leading], *step).contiguous()
+    if tensor is None or (tensor.shape[leading:] == step and tensor.is_contiguous()):
+        return tensor
+    return tensor.expand(*tensor.shape[:leading], *step).contiguous()
 
 
 def _forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
@@ -179,9 +181,9 @@ for _name, _real, _fake, _vmap in (
     ("forward", _forward, _fake_forward, _vmap_forward),
     ("backward", _backward, _fake_backward, _vmap_backward),
 ):
-    LIBRARY.impl(_name, _compat.not_compiled(_real), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"flexsn::{_name}", _compat.not_compiled(_fake), lib=LIBRARY)
-    torch.library.register_vmap(f"flexsn::{_name}", _compat.not_compiled(_vmap), lib=LIBRARY)
+    LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexsn::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
 
 
 # --- flexsn::carry --------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,6 @@ class CoreScan(_compat.HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("flexsn_core_scan")
 
-    @_compat.not_compiled
     def __call__(self, core, owner, inputs, states, params, sequences, num_outputs, backend, strict):
         reads, replaced = (look(core), {}) if owner is None else owner.look()
         finals, trail, outputs = run_core(

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ._version import __version__
 from .blueprint import Blueprint
 from .capture import Meta, Trace
 from .errors import ProgramTextError
 from .record import getitem
 from .signature import Signature
 
-VERSION = 1
+FORMAT = 1
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
@@ -34,7 +35,8 @@ def write(blueprint: Blueprint, *, vjp: bool) -> str:
     """
     sig = blueprint.sig
     data = {
-        "flexsn": VERSION,
+        "format": FORMAT,
+        "flexsn": __version__,  # not read; PyTorch's compile caches miss when it changes
         "core": sig.core,
         "counts": [sig.num_inputs, sig.num_states, sig.num_params],
         "names": list(sig.names),
@@ -110,8 +112,8 @@ def read(text: str, device: torch.device) -> Blueprint:
     """
     try:
         data = json.loads(text)
-        if data["flexsn"] != VERSION:
-            raise ProgramTextError(f"its format is version {data['flexsn']}; this flexsn reads version {VERSION}")
+        if data["format"] != FORMAT:
+            raise ProgramTextError(f"its format is version {data['format']}; this flexsn reads version {FORMAT}")
         inputs, states, params = data["counts"]
         sig = Signature(data["core"], inputs, states, params, tuple(data["names"]))
         metas, outputs = [_read_meta(m) for m in data["metas"]], tuple(_read_meta(m) for m in data["outputs"])
