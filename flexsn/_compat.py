@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame  # 2.11, 2.13
 from torch._ops import HigherOrderOperator  # 2.11, 2.13
 from torch._subclasses.fake_tensor import (  # 2.11, 2.13
     DataDependentOutputException,
@@ -42,6 +43,7 @@ __all__ = [
     "trace_body",
     "transformed",
     "under_modes",
+    "unseen_by_dynamo",
     "while_loop_stack_operator",
 ]  # fmt: skip
 
@@ -142,6 +144,13 @@ def no_modes() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function: where it runs inside a compiled region, Dynamo compiles neither it nor what it calls."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def trace_body(core: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

@@ -87,6 +87,7 @@ class CoreScan(_compat.HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("flexsn_core_scan")
 
+    @_compat.unseen_by_dynamo
     def __call__(self, core, owner, inputs, states, params, sequences, num_outputs, backend, strict):
         reads, replaced = (look(core), {}) if owner is None else owner.look()
         finals, trail, outputs = run_core(
@@ -134,6 +135,7 @@ def compiled_loop(
     return [v[-1].clone() for v in trail], trail if sequences else [], outputs
 
 
+@_compat.unseen_by_dynamo
 def run_core(
     core: Callable, seen: Reads, replaced: dict[str, Any], inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
     params: tuple[Tensor, ...], *, backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
@@ -179,6 +181,7 @@ def run_core(
 _looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()
 
 
+@_compat.unseen_by_dynamo
 def look(core: Callable) -> Reads:
     """What the core reads, looked at again only when something that it holds has changed."""
     with reading.lock:
