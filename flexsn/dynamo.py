@@ -8,6 +8,7 @@ imported when `register` is called, which the first compiled call does.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch import Tensor, fx
 from . import _compat
 from .blueprint import Blueprint, draw
 from .capture import Meta
-from .errors import CannotFuseError
+from .errors import BackendUnavailableError, CannotFuseError, FlexSNError
 from .fallback import warn_once
-from .ops import text_of
+from .ops import choose_backend, text_of
 from .record import Replay
 from .signature import Signature, core_name, positional_names, step_shape
 from .sizes import Sizes, settle_sizes
@@ -137,19 +138,33 @@ def _core_scan_variable(dynamo: Any) -> type:
                 lifted = _owned_by(dynamo, tx, owner, lifted)
             values = [proxy.node.meta["example_value"] for proxy in lifted]
             grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*fakes, *values))
+            sig = _signature(core, counts)
             try:
-                blueprint = blueprint_of_body(body, _signature(core, counts), fakes, values, num_outputs, grad)
-            except CannotFuseError as error:
-                if backend != "auto" or strict:
-                    raise
-                warn_once("PyTorch's own scan", error)
-                return ConstantVariable.create(None)
+                choose_backend(backend, fakes[0].device, sig.core, traced=True)
+                blueprint = blueprint_of_body(body, sig, fakes, values, num_outputs, grad)
+            except FlexSNError as error:
+                if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
+                    warn_once("PyTorch's own scan", error)
+                    return ConstantVariable.create(None)
+                raise _passed_on(error) from None
             n, m = counts[0], counts[0] + counts[1]
             statics = [*proxies[m:], *(p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor))]
             call = (text_of(blueprint, vjp=grad), proxies[:n], proxies[n:m], statics, sequences)
             return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
 
     return CoreScanVariable
+
+
+def _passed_on(error: FlexSNError) -> Exception:
+    """The same error, of a class that Dynamo passes on as it is; any other would count as a bug in Dynamo."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError  # 2.11, 2.13
+
+    kind = type(error)
+    both: Any = type(kind.__name__, (kind, UncapturedHigherOrderOpError), {"__module__": kind.__module__})
+    passed = both.__new__(both)
+    UncapturedHigherOrderOpError.__init__(passed, str(error))
+    passed.__dict__.update(vars(error))
+    return passed
 
 
 def _speculate(dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, counts: tuple[int, int, int], source: Any) -> tuple[Any, list]:
@@ -165,7 +180,9 @@ def _speculate(dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, cou
                 fake.requires_grad_(torch.is_grad_enabled() and like.is_floating_point())
             proxy = tx.output.create_proxy("call_function", torch.empty, (0,), {})
             examples.append(wrap(tx, proxy, example_value=fake))
-    with torch._dynamo.config.patch(specialize_float=True):  # numbers that the core reads are constants of the kernel
+    with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings():  # numbers are constants of the kernel
+        # of Dynamo's own way with autograd functions, which surrogates are (2.11, 2.13)
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         _, graph, lifted = dynamo.speculate_subgraph(
             tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
         )  # fmt: skip

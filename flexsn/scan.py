@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import _compat, dynamo, run
 from . import reads as reading
-from .backends import BACKENDS as KERNELS
 from .blueprint import Blueprint
 from .capture import Meta
 from .compile import Program, program_for
@@ -27,7 +26,7 @@ from .errors import (
 )
 from .fallback import warn_once
 from .loops import scan_operator
-from .ops import TracedCall, backend_of
+from .ops import TracedCall, choose_backend
 from .reads import Reads
 from .signature import Signature, check_operands, core_name, make_signature, step_shape
 from .sizes import Sizes, settle_sizes
@@ -230,12 +229,7 @@ def _prepare(
     tensors = (*inputs, *states, *params, *captured.values())
     traced = _compat.transformed() or not all(t is None or _compat.is_plain(t) for t in tensors)
     device = inputs[0].device
-    name = {"auto": backend_of(device), "inductor": "triton"}.get(backend, backend)
-    refused = KERNELS[name].refuses(device)
-    if traced and refused is None and name != backend_of(device):
-        refused = f"backend {name!r} does not run on {device} in a traced call"
-    if refused is not None:
-        raise (BackendUnavailableError if backend == "auto" else BackendError)(refused, core=sig.core, hint='Use backend="auto".')
+    name = choose_backend(backend, device, sig.core, traced=traced)
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
