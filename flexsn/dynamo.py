@@ -20,6 +20,7 @@ from .blueprint import Blueprint, draw
 from .capture import Meta
 from .errors import BackendUnavailableError, CannotFuseError, FlexSNError
 from .fallback import warn_once
+from .graph import HALF
 from .ops import choose_backend, text_of
 from .record import Replay
 from .signature import Signature, core_name, positional_names, step_shape
@@ -29,12 +30,14 @@ INLINED: dict[str, Callable[..., Any]] = {}  # other higher-order operators: nam
 
 
 def blueprint_of_body(
-    body: fx.GraphModule, sig: Signature, operands: Sequence[Tensor | None], lifted: Sequence[Any], num_outputs: int | None,
+    bodies: Sequence[fx.GraphModule], sig: Signature, operands: Sequence[Tensor | None], lifted: Sequence[Any], num_outputs: int | None,
     differentiate: bool,
 ) -> Blueprint:  # fmt: skip
     """Capture the body that Dynamo made of a core.
 
     Args:
+        bodies: for operands of the given dtypes, and for those of the kernel (16-bit floats as float32): a body holds as a
+            constant what the core asks of dtypes.
         operands: fake input sequences, states (None: a default state) and params; sizes may be symbolic.
         lifted: what the body takes after them: fake tensors in place of captured tensors, and sizes.
     """
@@ -64,6 +67,7 @@ def blueprint_of_body(
         extras = [kind(value) for value in lifted]
 
         def core(*operands: Tensor) -> Any:
+            body = bodies[0] if any(t.dtype in HALF for t in operands) else bodies[-1]
             return Replay(body).run(*operands, *(extra(*operands) for extra in extras))
 
         def draw_at(sizes: Sizes) -> Blueprint:
@@ -134,6 +138,11 @@ def _core_scan_variable(dynamo: Any) -> type:
             proxies = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
             fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
             body, lifted = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value)
+            bodies = [body]
+            if any(t is not None and t.dtype in HALF for t in fakes):
+                body, again = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value, computed=True)
+                assert [p.node for p in again] == [p.node for p in lifted]
+                bodies.append(body)
             if not owner.is_python_constant():
                 lifted = _owned_by(dynamo, tx, owner, lifted)
             values = [proxy.node.meta["example_value"] for proxy in lifted]
@@ -141,7 +150,7 @@ def _core_scan_variable(dynamo: Any) -> type:
             sig = _signature(core, counts)
             try:
                 choose_backend(backend, fakes[0].device, sig.core, traced=True)
-                blueprint = blueprint_of_body(body, sig, fakes, values, num_outputs, grad)
+                blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
             except FlexSNError as error:
                 if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
                     warn_once("PyTorch's own scan", error)
@@ -167,8 +176,10 @@ def _passed_on(error: FlexSNError) -> Exception:
     return passed
 
 
-def _speculate(dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, counts: tuple[int, int, int], source: Any) -> tuple[Any, list]:
-    """The core as a graph, and what it captures (proxies outside it)."""
+def _speculate(
+    dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, counts: tuple[int, int, int], source: Any, computed: bool = False
+) -> tuple[Any, list]:  # fmt: skip
+    """The core as a graph, for the dtypes of its operands or `computed` ones; and what it captures (proxies outside it)."""
     steps = [None if t is None else t.shape[1:] if i < counts[0] else t.shape for i, t in enumerate(fakes)]
     shape = torch.broadcast_shapes(*[s for s in steps[: counts[0] + counts[1]] if s is not None])
     with dynamo.discard_graph_changes(tx):
@@ -176,7 +187,8 @@ def _speculate(dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, cou
         for size, like in zip(steps, fakes, strict=True):
             with tx.fake_mode:
                 like = fakes[0] if like is None else like
-                fake = torch.empty(shape if size is None else size, dtype=like.dtype, device=like.device)
+                dtype = torch.float32 if computed and like.dtype in HALF else like.dtype
+                fake = torch.empty(shape if size is None else size, dtype=dtype, device=like.device)
                 fake.requires_grad_(torch.is_grad_enabled() and like.is_floating_point())
             proxy = tx.output.create_proxy("call_function", torch.empty, (0,), {})
             examples.append(wrap(tx, proxy, example_value=fake))
