@@ -38,6 +38,7 @@ __all__ = [
     "no_modes",
     "quiet",
     "record_call",
+    "saved_tensors_hooks_off",
     "scan_operator",
     "symbol",
     "trace_body",
@@ -79,6 +80,10 @@ def functional_overload(func: Any) -> Any | None:
 def forward_ad_level() -> int:
     """-1 outside of `torch.autograd.forward_ad.dual_level()`."""
     return torch.autograd.forward_ad._current_level  # 2.11, 2.13
+
+
+def saved_tensors_hooks_off() -> bool:
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # 2.11, 2.13
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
