@@ -112,8 +112,9 @@ def under_modes(constants: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def functorch_active() -> bool:
-    """Whether `torch.func` transforms are active (`grad`, `vmap`, `jvp`, ...)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # 2.11, 2.13
+    """Whether `torch.func` transforms are active (`grad`, `vmap`, `jvp`, ...) other than `functionalize`."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()  # 2.11, 2.13
+    return any(level.key() != torch._C._functorch.TransformType.Functionalize for level in stack)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
