@@ -135,8 +135,27 @@ def symbol(size: Any) -> str:
 
 
 @contextlib.contextmanager
+def _no_function_modes() -> Iterator[None]:
+    """While inside, no mode sees calls of PyTorch's functions but the one of the default device."""
+    from torch.overrides import _pop_mode, _push_mode  # 2.11, 2.13
+    from torch.utils._device import DeviceContext  # 2.11, 2.13
+
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
+    try:
+        for mode in kept:
+            _push_mode(mode)
+        yield
+    finally:
+        for _ in range(torch._C._len_torch_function_stack()):
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
 def no_modes() -> Iterator[None]:
-    """While inside, nothing traces, transforms or casts: a core can be captured."""
+    """While inside, nothing traces, transforms or casts: a core can be captured. The default device stays."""
     from torch._dispatch.python import no_python_dispatcher  # 2.11, 2.13
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11, 2.13
     from torch._guards import tracing  # 2.11, 2.13
@@ -146,9 +165,9 @@ def no_modes() -> Iterator[None]:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(disable_modes())
         stack.enter_context(no_python_dispatcher())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(_no_function_modes())
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
