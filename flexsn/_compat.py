@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame  # 2.11, 2.13
 from torch._ops import HigherOrderOperator  # 2.11, 2.13
 from torch._subclasses.fake_tensor import (  # 2.11, 2.13
     DataDependentOutputException,
@@ -37,11 +38,13 @@ __all__ = [
     "no_modes",
     "quiet",
     "record_call",
+    "saved_tensors_hooks_off",
     "scan_operator",
     "symbol",
     "trace_body",
     "transformed",
     "under_modes",
+    "unseen_by_dynamo",
     "while_loop_stack_operator",
 ]  # fmt: skip
 
@@ -79,6 +82,10 @@ def forward_ad_level() -> int:
     return torch.autograd.forward_ad._current_level  # 2.11, 2.13
 
 
+def saved_tensors_hooks_off() -> bool:
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # 2.11, 2.13
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
@@ -105,8 +112,9 @@ def under_modes(constants: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def functorch_active() -> bool:
-    """Whether `torch.func` transforms are active (`grad`, `vmap`, `jvp`, ...)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # 2.11, 2.13
+    """Whether `torch.func` transforms are active (`grad`, `vmap`, `jvp`, ...) other than `functionalize`."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()  # 2.11, 2.13
+    return any(level.key() != torch._C._functorch.TransformType.Functionalize for level in stack)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -127,8 +135,27 @@ def symbol(size: Any) -> str:
 
 
 @contextlib.contextmanager
+def _no_function_modes() -> Iterator[None]:
+    """While inside, no mode sees calls of PyTorch's functions but the one of the default device."""
+    from torch.overrides import _pop_mode, _push_mode  # 2.11, 2.13
+    from torch.utils._device import DeviceContext  # 2.11, 2.13
+
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
+    try:
+        for mode in kept:
+            _push_mode(mode)
+        yield
+    finally:
+        for _ in range(torch._C._len_torch_function_stack()):
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
 def no_modes() -> Iterator[None]:
-    """While inside, nothing traces, transforms or casts: a core can be captured."""
+    """While inside, nothing traces, transforms or casts: a core can be captured. The default device stays."""
     from torch._dispatch.python import no_python_dispatcher  # 2.11, 2.13
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11, 2.13
     from torch._guards import tracing  # 2.11, 2.13
@@ -138,10 +165,17 @@ def no_modes() -> Iterator[None]:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(disable_modes())
         stack.enter_context(no_python_dispatcher())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        for device in ("cpu", "cuda"):
-            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(_no_function_modes())
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function: where it runs inside a compiled region, Dynamo compiles neither it nor what it calls."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def trace_body(core: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

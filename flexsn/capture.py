@@ -71,8 +71,9 @@ def _undisturbed() -> Iterator[None]:
     """No hooks or checks of the caller's autograd see the trace: saved-tensor hooks, anomaly mode."""
     anomaly = torch.is_anomaly_enabled()
     torch.autograd.set_detect_anomaly(False)
+    off = _compat.saved_tensors_hooks_off()  # `torch.func.grad` allows none
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with contextlib.nullcontext() if off else torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             yield
     finally:
         torch.autograd.set_detect_anomaly(anomaly, torch.is_anomaly_check_nan_enabled())

@@ -120,6 +120,7 @@ class _Eager(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @_compat.unseen_by_dynamo
     def backward(ctx, *grads):
         if torch.is_grad_enabled():
             _refuse_double_backward(ctx.call)
@@ -149,6 +150,7 @@ class _Traced(torch.autograd.Function):
         ctx.mark_non_differentiable(*_not_differentiable(call, output[:shown]), *output[shown:])
 
     @staticmethod
+    @_compat.unseen_by_dynamo
     def backward(ctx, *grads):
         call = ctx.call
         saved = ctx.saved_tensors
@@ -166,6 +168,7 @@ class _TracedBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @_compat.unseen_by_dynamo
     def forward(call, needs, present, num_saved, *tensors):
         saved, grads = iter(tensors[:num_saved]), tensors[num_saved:]
         operands = [next(saved) if there else None for there in present]
@@ -179,6 +182,7 @@ class _TracedBackward(torch.autograd.Function):
         ctx.call = inputs[0]
 
     @staticmethod
+    @_compat.unseen_by_dynamo
     def backward(ctx, *grads):
         _refuse_double_backward(ctx.call)
 

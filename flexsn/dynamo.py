@@ -8,6 +8,7 @@ imported when `register` is called, which the first compiled call does.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor, fx
 from . import _compat
 from .blueprint import Blueprint, draw
 from .capture import Meta
-from .errors import CannotFuseError
+from .errors import BackendUnavailableError, CannotFuseError, FlexSNError
 from .fallback import warn_once
-from .ops import text_of
+from .graph import HALF
+from .ops import choose_backend, text_of
 from .record import Replay
 from .signature import Signature, core_name, positional_names, step_shape
 from .sizes import Sizes, settle_sizes
@@ -28,12 +30,14 @@ INLINED: dict[str, Callable[..., Any]] = {}  # other higher-order operators: nam
 
 
 def blueprint_of_body(
-    body: fx.GraphModule, sig: Signature, operands: Sequence[Tensor | None], lifted: Sequence[Any], num_outputs: int | None,
+    bodies: Sequence[fx.GraphModule], sig: Signature, operands: Sequence[Tensor | None], lifted: Sequence[Any], num_outputs: int | None,
     differentiate: bool,
 ) -> Blueprint:  # fmt: skip
     """Capture the body that Dynamo made of a core.
 
     Args:
+        bodies: for operands of the given dtypes, and for those of the kernel (16-bit floats as float32): a body holds as a
+            constant what the core asks of dtypes.
         operands: fake input sequences, states (None: a default state) and params; sizes may be symbolic.
         lifted: what the body takes after them: fake tensors in place of captured tensors, and sizes.
     """
@@ -63,6 +67,7 @@ def blueprint_of_body(
         extras = [kind(value) for value in lifted]
 
         def core(*operands: Tensor) -> Any:
+            body = bodies[0] if any(t.dtype in HALF for t in operands) else bodies[-1]
             return Replay(body).run(*operands, *(extra(*operands) for extra in extras))
 
         def draw_at(sizes: Sizes) -> Blueprint:
@@ -133,17 +138,24 @@ def _core_scan_variable(dynamo: Any) -> type:
             proxies = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
             fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
             body, lifted = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value)
+            bodies = [body]
+            if any(t is not None and t.dtype in HALF for t in fakes):
+                body, again = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value, computed=True)
+                assert [p.node for p in again] == [p.node for p in lifted]
+                bodies.append(body)
             if not owner.is_python_constant():
                 lifted = _owned_by(dynamo, tx, owner, lifted)
             values = [proxy.node.meta["example_value"] for proxy in lifted]
             grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*fakes, *values))
+            sig = _signature(core, counts)
             try:
-                blueprint = blueprint_of_body(body, _signature(core, counts), fakes, values, num_outputs, grad)
-            except CannotFuseError as error:
-                if backend != "auto" or strict:
-                    raise
-                warn_once("PyTorch's own scan", error)
-                return ConstantVariable.create(None)
+                choose_backend(backend, fakes[0].device, sig.core, traced=True)
+                blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
+            except FlexSNError as error:
+                if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
+                    warn_once("PyTorch's own scan", error)
+                    return ConstantVariable.create(None)
+                raise _passed_on(error) from None
             n, m = counts[0], counts[0] + counts[1]
             statics = [*proxies[m:], *(p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor))]
             call = (text_of(blueprint, vjp=grad), proxies[:n], proxies[n:m], statics, sequences)
@@ -152,8 +164,22 @@ def _core_scan_variable(dynamo: Any) -> type:
     return CoreScanVariable
 
 
-def _speculate(dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, counts: tuple[int, int, int], source: Any) -> tuple[Any, list]:
-    """The core as a graph, and what it captures (proxies outside it)."""
+def _passed_on(error: FlexSNError) -> Exception:
+    """The same error, of a class that Dynamo passes on as it is; any other would count as a bug in Dynamo."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError  # 2.11, 2.13
+
+    kind = type(error)
+    both: Any = type(kind.__name__, (kind, UncapturedHigherOrderOpError), {"__module__": kind.__module__})
+    passed = both.__new__(both)
+    UncapturedHigherOrderOpError.__init__(passed, str(error))
+    passed.__dict__.update(vars(error))
+    return passed
+
+
+def _speculate(
+    dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, counts: tuple[int, int, int], source: Any, computed: bool = False
+) -> tuple[Any, list]:  # fmt: skip
+    """The core as a graph, for the dtypes of its operands or `computed` ones; and what it captures (proxies outside it)."""
     steps = [None if t is None else t.shape[1:] if i < counts[0] else t.shape for i, t in enumerate(fakes)]
     shape = torch.broadcast_shapes(*[s for s in steps[: counts[0] + counts[1]] if s is not None])
     with dynamo.discard_graph_changes(tx):
@@ -161,11 +187,14 @@ def _speculate(dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, cou
         for size, like in zip(steps, fakes, strict=True):
             with tx.fake_mode:
                 like = fakes[0] if like is None else like
-                fake = torch.empty(shape if size is None else size, dtype=like.dtype, device=like.device)
+                dtype = torch.float32 if computed and like.dtype in HALF else like.dtype
+                fake = torch.empty(shape if size is None else size, dtype=dtype, device=like.device)
                 fake.requires_grad_(torch.is_grad_enabled() and like.is_floating_point())
             proxy = tx.output.create_proxy("call_function", torch.empty, (0,), {})
             examples.append(wrap(tx, proxy, example_value=fake))
-    with torch._dynamo.config.patch(specialize_float=True):  # numbers that the core reads are constants of the kernel
+    with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings():  # numbers are constants of the kernel
+        # of Dynamo's own way with autograd functions, which surrogates are (2.11, 2.13)
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         _, graph, lifted = dynamo.speculate_subgraph(
             tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
         )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._compat import unseen_by_dynamo
 from .errors import BackendError, OperandCountError, ReturnCountError
 from .ops import carry
 from .reads import Reads, lock, module_tensors
@@ -159,6 +160,7 @@ class FlexSN(nn.Module):
             return {}
         return {path: getattr(self.captured, name) for path, name in self._names.items() if path in seen.objects}
 
+    @unseen_by_dynamo
     def look(self) -> tuple[Reads, dict[str, Any]]:
         """What the core reads now, and the objects that this module uses in place of captured ones, by path."""
         replaced = self._look()

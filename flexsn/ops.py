@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from . import _compat, text
+from .backends import BACKENDS
 from .blueprint import Blueprint
 from .compile import Program
+from .errors import BackendError, BackendUnavailableError
 from .plan import Plan
 from .run import Call, Launch, written_arrays
 
@@ -44,6 +46,18 @@ _launches: OrderedDict[tuple, Launch] = OrderedDict()
 
 def backend_of(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "cpp"
+
+
+def choose_backend(wanted: str, device: torch.device, core: str, *, traced: bool) -> str:
+    """The backend that runs a call; `traced` ones run on the device's own."""
+    own = backend_of(device)
+    name = {"auto": own, "inductor": "triton"}.get(wanted, wanted)
+    refused = BACKENDS[name].refuses(device) if wanted != "auto" or device.type != "meta" else None  # there nothing runs
+    if traced and refused is None and name != own:
+        refused = f"backend {name!r} does not run on {device} in a traced call"
+    if refused is not None:
+        raise (BackendUnavailableError if wanted == "auto" else BackendError)(refused, core=core, hint='Use backend="auto".')
+    return name
 
 
 def program_from(program: str, device: torch.device, backend: str | None = None) -> Program:

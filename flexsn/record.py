@@ -182,6 +182,8 @@ class Recorder(TorchDispatchMode):
 
     def constant(self, tensor: Tensor) -> fx.Node:
         """A tensor made inside the core from Python values."""
+        if tensor.device.type == "meta":
+            raise UnsupportedOpError("makes a tensor on the meta device, where it has no values", core=self.sig.core, line=self.line())
         name = f"constant_{len(self.constants)}"
         with self.fake:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import _compat, dynamo, run
 from . import reads as reading
-from .backends import BACKENDS as KERNELS
 from .blueprint import Blueprint
 from .capture import Meta
 from .compile import Program, program_for
@@ -27,7 +26,7 @@ from .errors import (
 )
 from .fallback import warn_once
 from .loops import scan_operator
-from .ops import TracedCall, backend_of
+from .ops import TracedCall, choose_backend
 from .reads import Reads
 from .signature import Signature, check_operands, core_name, make_signature, step_shape
 from .sizes import Sizes, settle_sizes
@@ -87,6 +86,7 @@ class CoreScan(_compat.HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("flexsn_core_scan")
 
+    @_compat.unseen_by_dynamo
     def __call__(self, core, owner, inputs, states, params, sequences, num_outputs, backend, strict):
         reads, replaced = (look(core), {}) if owner is None else owner.look()
         finals, trail, outputs = run_core(
@@ -134,6 +134,7 @@ def compiled_loop(
     return [v[-1].clone() for v in trail], trail if sequences else [], outputs
 
 
+@_compat.unseen_by_dynamo
 def run_core(
     core: Callable, seen: Reads, replaced: dict[str, Any], inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
     params: tuple[Tensor, ...], *, backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
@@ -179,6 +180,7 @@ def run_core(
 _looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()
 
 
+@_compat.unseen_by_dynamo
 def look(core: Callable) -> Reads:
     """What the core reads, looked at again only when something that it holds has changed."""
     with reading.lock:
@@ -227,12 +229,7 @@ def _prepare(
     tensors = (*inputs, *states, *params, *captured.values())
     traced = _compat.transformed() or not all(t is None or _compat.is_plain(t) for t in tensors)
     device = inputs[0].device
-    name = {"auto": backend_of(device), "inductor": "triton"}.get(backend, backend)
-    refused = KERNELS[name].refuses(device)
-    if traced and refused is None and name != backend_of(device):
-        refused = f"backend {name!r} does not run on {device} in a traced call"
-    if refused is not None:
-        raise (BackendUnavailableError if backend == "auto" else BackendError)(refused, core=sig.core, hint='Use backend="auto".')
+    name = choose_backend(backend, device, sig.core, traced=traced)
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]

@@ -17,13 +17,18 @@ __all__ = ["atan", "fast_sigmoid", "gaussian", "piecewise_linear", "sigmoid", "s
 
 
 class _Spike(torch.autograd.Function):
-    """The step, with `gradient(x)` as its derivative."""
+    """The step, with `gradient(x)` as its derivative; in the form that `torch.func` transforms take."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, x: Tensor, gradient: Callable[[Tensor], Tensor | float]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.gradient = gradient
+    def forward(x: Tensor, gradient: Callable[[Tensor], Tensor | float]) -> Tensor:
         return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.gradient = inputs
+        ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

@@ -1,0 +1,595 @@
+"""FlexSN under `torch.compile`: whole graphs, the values and gradients of an eager call, one kernel node per direction.
+
+Where Inductor is not the point, graphs run op by op (`aot_eager`): that compiles in milliseconds, and keeps eager's bits.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from cores import adlif, leaky, lif, plif, relu_mem
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.utils import parametrize
+
+import flexsn
+from flexsn import FlexSN
+from flexsn.errors import BackendError, FallbackWarning, NotElementwiseError
+
+
+# PyTorch's own: Dynamo looks at `.grad` of every tensor that goes into a graph; its `scan` imports TorchScript
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Plif(nn.Module):
+    """A LIF with a learned decay per channel, which stands in the last dim, or `dims` dims further in front."""
+
+    def __init__(self, channels, dims=0):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(channels, *([1] * dims)))
+        self.v_th = 0.5
+
+    def forward(self, x, v):
+        h = v + (x - v) * torch.sigmoid(self.w)
+        s = flexsn.surrogate.atan(h - self.v_th)
+        return s, h * (1.0 - s)
+
+
+def module_neuron():
+    return FlexSN(Plif(8), 1, 1)
+
+
+def params_neuron():
+    return FlexSN(plif, 1, 1, params=[nn.Parameter(torch.rand(8))])
+
+
+def closure_neuron():
+    w, scale = nn.Parameter(torch.rand(8)), torch.full((8,), 1.5)
+    return FlexSN(lambda x, v: plif(x * scale, v, w), 1, 1)
+
+
+class Stretch(nn.Module):
+    def forward(self, w):
+        return 2.0 * w - 0.5
+
+
+def parametrized_neuron():
+    neuron = module_neuron()
+    parametrize.register_parametrization(neuron.core, "w", Stretch())
+    return neuron
+
+
+NEURONS = {"module": module_neuron, "params": params_neuron, "closure": closure_neuron, "parametrized": parametrized_neuron}
+
+
+def run(net, *inputs, grad=True):
+    """Outputs, and the gradients of inputs and parameters, from fresh states."""
+    flexsn.reset_net(net)
+    inputs = [x.detach().requires_grad_(grad and x.is_floating_point()) for x in inputs]
+    with nullcontext() if grad else torch.no_grad():
+        outputs = net(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not grad:
+        return list(outputs), []
+    leaves = [*(x for x in inputs if x.requires_grad), *net.parameters()]
+    weights = [torch.linspace(-1, 2, y.numel()).reshape(y.shape).to(y) for y in outputs]
+    return list(outputs), torch.autograd.grad(outputs, leaves, weights)
+
+
+def assert_close(got, want, **tolerance):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+def assert_compiles(net, *calls, backend="aot_eager", frames=1, grad=True, tolerance=None, **options):
+    """A whole graph, compiled `frames` times for these calls (each a tuple of inputs), that does what the eager net does."""
+    eager, counter = copy.deepcopy(net), CompileCounterWithBackend(backend)
+    compiled = torch.compile(net, backend=counter, fullgraph=True, **options)
+    for inputs in calls:
+        values, grads = run(compiled, *inputs, grad=grad)
+        want_values, want_grads = run(eager, *inputs, grad=grad)
+        assert_close([v.detach() for v in values], [v.detach() for v in want_values], **(tolerance or {}))
+        assert_close(grads, want_grads, **(tolerance or {"rtol": 1e-4, "atol": 1e-5}))
+    assert counter.frame_count == frames
+    return compiled
+
+
+# --- neurons ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
+def test_every_way_to_hold_a_parameter(make):
+    net = nn.Sequential(nn.Linear(4, 8), make(), nn.Linear(8, 2))
+    assert_compiles(net, (torch.randn(7, 3, 4),))
+
+
+@pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
+def test_an_optimizer_step_is_seen_and_nothing_recompiled(make):
+    net, x = nn.Sequential(make()), torch.randn(7, 3, 8)
+    compiled = assert_compiles(net, (x,))
+    optimizer, before = torch.optim.SGD(net.parameters(), lr=5.0), run(compiled, x, grad=False)[0][0]
+    flexsn.reset_net(net)
+    compiled(x).sum().backward()
+    optimizer.step()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        after = run(compiled, x)[0][0]
+    assert torch.equal(after, run(copy.deepcopy(net), x)[0][0]) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(dtype, grad):
+    neuron = FlexSN(lif, 1, 1, params=[nn.Parameter(torch.tensor(p, dtype=dtype)) for p in (1.5, 0.5)])
+    assert_compiles(neuron, (torch.randn(6, 5).to(dtype),), grad=grad)
+
+
+def test_two_inputs_states_and_outputs():
+    params = [nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.rand(4))]
+    assert_compiles(FlexSN(adlif, 2, 2, 2, params=params), (torch.randn(6, 3, 4), torch.randn(6, 3, 4)))
+
+
+def test_integer_input_beside_a_float():
+    def gated(x, k, v):
+        v = v * 0.5 + torch.where(k > 1, x, 0.0)
+        return v, v
+
+    assert_compiles(FlexSN(gated, 2, 1), (torch.randn(6, 4), torch.randint(0, 4, (6, 4))))
+
+
+def test_single_steps():
+    net, x = FlexSN(Plif(8), 1, 1, step_mode="s"), torch.randn(5, 3, 8)
+    eager, compiled = copy.deepcopy(net), torch.compile(net, backend="aot_eager", fullgraph=True)
+    for row in x:
+        assert torch.equal(compiled(row), eager(row))
+    assert torch.equal(net.states[0], eager.states[0])
+
+
+def test_state_sequences():
+    net, x = FlexSN(Plif(8), 1, 1, store_state_seqs=True), torch.randn(5, 3, 8)
+    eager, compiled = copy.deepcopy(net), torch.compile(net, backend="aot_eager", fullgraph=True)
+    (compiled(x).sum() + net.state_seqs[0].square().sum()).backward()
+    (eager(x).sum() + eager.state_seqs[0].square().sum()).backward()
+    assert torch.equal(net.state_seqs[0], eager.state_seqs[0]) and torch.equal(net.states[0], eager.states[0])
+    torch.testing.assert_close(net.core.w.grad, eager.core.w.grad)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (1, 3, 8), (5, 0, 8), (5, 1, 8), (5, 8)])
+def test_sizes_zero_and_one(shape):
+    assert_compiles(module_neuron(), (torch.randn(shape),))
+
+
+def test_zero_steps_keep_the_states():
+    net = module_neuron()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    compiled(torch.randn(4, 3, 8))
+    before = net.states[0].detach().clone()
+    assert compiled(torch.randn(0, 3, 8)).shape == (0, 3, 8) and torch.equal(net.states[0], before)
+
+
+# --- states -----------------------------------------------------------------------------------------------------------------
+def test_carried_states_compile_twice_and_no_more():
+    net, x = nn.Sequential(nn.Linear(4, 8), module_neuron()), torch.randn(6, 3, 4)
+    eager, counter = copy.deepcopy(net), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, backend=counter, fullgraph=True)
+    for _ in range(3):
+        flexsn.reset_net(net)
+        flexsn.reset_net(eager)
+        for _ in range(3):
+            assert torch.equal(compiled(x), eager(x))
+            flexsn.detach_states(net)
+            flexsn.detach_states(eager)
+    assert counter.frame_count == 2
+
+
+def test_gradients_flow_through_carried_states():
+    net, pieces = module_neuron(), torch.randn(3, 4, 2, 8)
+    compiled, grads = torch.compile(net, backend="aot_eager", fullgraph=True), []
+    for call in (compiled, net):
+        net.reset()
+        sum(call(x).square().sum() + net.states[0].sum() for x in pieces).backward()
+        grads.append(net.core.w.grad.clone())
+        net.zero_grad()
+    torch.testing.assert_close(*grads)
+
+
+def test_a_deepcopied_net_has_its_own_parameters_and_states():
+    x = torch.randn(6, 3, 8)
+    net = nn.Sequential(closure_neuron())
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        next(twin.parameters()).sub_(3.0)
+    for each in (net, twin):
+        assert_compiles(each, (x,))
+    assert not torch.equal(net[0].states[0], twin[0].states[0])
+
+
+def test_a_deepcopied_compiled_net():
+    net, x = nn.Sequential(closure_neuron()), torch.randn(6, 3, 8)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    flexsn.reset_net(net)
+    twin = copy.deepcopy(compiled)
+    with torch.no_grad():
+        next(twin.parameters()).sub_(3.0)
+    assert torch.equal(compiled(x), run(copy.deepcopy(net), x)[0][0])
+    assert torch.equal(twin(x), run(copy.deepcopy(twin._orig_mod), x)[0][0])
+
+
+# --- sizes that change ---------------------------------------------------------------------------------------------------------
+def test_dynamic_sizes_compile_once():
+    net = nn.Sequential(nn.Linear(4, 8), module_neuron(), nn.Linear(8, 2))
+    calls = [(torch.randn(T, batch, 4),) for T, batch in [(5, 3), (7, 3), (33, 6), (100, 2), (2, 16)]]
+    assert_compiles(net, *calls, dynamic=True)
+
+
+def test_automatic_dynamic_sizes_compile_twice():
+    net = nn.Sequential(nn.Linear(4, 8), closure_neuron())
+    assert_compiles(net, *[(torch.randn(T, 3, 4),) for T in (4, 7, 33, 100)], frames=2)
+
+
+def test_dynamic_sizes_with_a_broadcast_state():
+    def core(x, v):
+        return flexsn.scan(leaky, [x], [v], [torch.tensor(0.5)]).outputs[0]
+
+    compiled = torch.compile(core, backend="aot_eager", fullgraph=True, dynamic=True)
+    for T, n in [(3, 4), (9, 5)]:
+        x, v = torch.randn(T, n, 6), torch.randn(6)
+        assert torch.equal(compiled(x, v.clone()), core(x, v))
+
+
+def test_a_core_that_reads_a_size_stays_right():
+    def core(x, v):
+        v = v * 0.5 + x / x.shape[0]
+        return v, v
+
+    assert_compiles(FlexSN(core, 1, 1), (torch.randn(5, 3),), (torch.randn(5, 4),), frames=2, dynamic=True)
+
+
+# --- networks -----------------------------------------------------------------------------------------------------------------
+class PerStep(nn.Module):
+    """A layer over [T, B, ...] as one over [T * B, ...]."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = PerStep(nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels))
+        self.neuron = FlexSN(Plif(channels, 2), 1, 1)
+
+    def forward(self, x):
+        return x + self.neuron(self.conv(x))
+
+
+def vgg():
+    return nn.Sequential(
+        PerStep(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)), FlexSN(Plif(4, 2), 1, 1), PerStep(nn.AvgPool2d(2)),
+        PerStep(nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6)), FlexSN(lif, 1, 1, params=[torch.tensor(2.0), torch.tensor(0.5)]),
+        PerStep(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_spiking_vgg(dynamic):
+    net = vgg()
+    frames = 2 if dynamic else 1  # the momentum of BatchNorm, first an unknown, makes Dynamo start again
+    assert_compiles(net, (torch.randn(4, 2, 2, 8, 8),), dynamic=dynamic, frames=frames)
+    assert [m.num_batches_tracked.item() for m in net.modules() if isinstance(m, nn.BatchNorm2d)] == [1, 1]
+
+
+def test_spiking_vgg_in_eval_mode():
+    assert_compiles(vgg().eval(), (torch.randn(4, 2, 2, 8, 8),), grad=False)
+
+
+def test_residual_blocks():
+    assert_compiles(nn.Sequential(Residual(3), Residual(3)), (torch.randn(4, 2, 3, 6, 6),))
+
+
+def test_channels_last_activations():
+    net = nn.Sequential(PerStep(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)), FlexSN(Plif(4, 2), 1, 1))
+    x = torch.randn(8, 3, 6, 6).to(memory_format=torch.channels_last).unflatten(0, (4, 2))
+    assert_compiles(net, (x,))
+
+
+def test_autocast():
+    net = nn.Sequential(nn.Linear(4, 8), closure_neuron(), nn.Linear(8, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_compiles(net, (torch.randn(6, 3, 4),))
+
+
+# --- what changes between calls --------------------------------------------------------------------------------------------------
+def test_a_changed_attribute_compiles_again():
+    net, x = module_neuron(), torch.randn(6, 3, 8)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, backend=counter, fullgraph=True)
+    for frames, threshold in [(1, 0.5), (2, 0.2), (2, 0.5)]:
+        net.core.v_th = threshold
+        assert torch.equal(run(compiled, x)[0][0], run(copy.deepcopy(net), x)[0][0])
+        assert counter.frame_count == frames
+
+
+def test_a_changed_closure_variable_compiles_again():
+    gain = 1.0
+
+    def core(x, v):
+        v = v * 0.5 + x * gain
+        return v, v
+
+    net, x = FlexSN(core, 1, 1), torch.randn(4, 3)
+    compiled, first = torch.compile(net, backend="aot_eager", fullgraph=True), None
+    first = run(compiled, x)[0][0]
+    gain = 2.0
+    assert torch.equal(run(compiled, x)[0][0], 2 * first)
+
+
+def test_training_mode_is_seen():
+    class Core(nn.Module):
+        def forward(self, x, v):
+            v = v * 0.5 + x
+            return (v if self.training else -v), v
+
+    net, x = FlexSN(Core(), 1, 1), torch.randn(4, 3)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(compiled, x)[0][0], -run(compiled.eval(), x)[0][0])
+
+
+def test_a_replaced_parameter_is_seen():
+    net, x = closure_neuron(), torch.randn(6, 3, 8)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    before = run(compiled, x)[0][0]
+    net.load_state_dict({n: t - 2.0 for n, t in net.state_dict().items()}, assign=True)
+    after = run(compiled, x)[0][0]
+    assert torch.equal(after, run(copy.deepcopy(net), x)[0][0]) and not torch.equal(after, before)
+
+
+# --- the functional form ------------------------------------------------------------------------------------------------------
+def test_scan_with_a_core_that_captures_a_traced_tensor():
+    def net(x, w):
+        decay = torch.sigmoid(w)
+
+        def core(x, v):
+            v = v * decay + x
+            return v * v, v
+
+        result = flexsn.scan(core, [x], [None])
+        return result.outputs[0] + result.states[0]
+
+    x, results = torch.randn(5, 3, 8), []
+    for call in (torch.compile(net, backend="aot_eager", fullgraph=True), net):
+        leaves = [x.clone().requires_grad_(), torch.linspace(-1, 1, 8).requires_grad_()]
+        y = call(*leaves)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+def test_scan_with_given_states_and_params(sequences):
+    def net(x, v, decay):
+        result = flexsn.scan(leaky, (x,), (v,), (decay,), store_state_seqs=sequences)
+        return *result.outputs, *result.states
+
+    operands, results = (torch.randn(5, 3, 4), torch.randn(3, 4), torch.rand(4)), []
+    for call in (torch.compile(net, backend="aot_eager", fullgraph=True), net):
+        leaves = [t.clone().requires_grad_() for t in operands]
+        values = call(*leaves)
+        results.append([*values, *torch.autograd.grad(sum(y.sum() for y in values), leaves)])
+    assert_close(*results)
+
+
+# --- outside whole graphs --------------------------------------------------------------------------------------------------------
+def test_a_training_step_with_the_backward_inside():
+    def step(net, x):
+        loss = net(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    net, x = nn.Sequential(nn.Linear(4, 8), module_neuron()), torch.randn(5, 3, 4)
+    twin = copy.deepcopy(net)
+    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(net, x), step(twin, x))
+    assert_close([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_a_neuron_that_dynamo_leaves_alone():
+    """Called from a compiled region, an eager neuron is not compiled piece by piece."""
+    net, x = module_neuron(), torch.randn(5, 3, 8)
+    counter = CompileCounterWithBackend("eager")
+
+    def step(x):
+        y = torch.compiler.disable(net, recursive=False)(x)
+        y.square().sum().backward()
+        return y
+
+    y = torch.compile(step, backend=counter)(x)
+    assert torch.equal(y, run(net, x)[0][0]) and counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("backend", ["triton", "inductor"])
+def test_a_named_backend_is_not_replaced(backend):
+    net = FlexSN(relu_mem, 1, 1, backend=backend)
+    with pytest.raises(BackendError, match="does not run on cpu in a traced call"):
+        torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(5, 3))
+
+
+# --- graphs ---------------------------------------------------------------------------------------------------------------------
+def graphs_of(net, *inputs):
+    """The forward and the backward graph of a net, as ATen ops; with their neighbours each op is `name(names of operands)`."""
+    graphs = []
+
+    def keep(graph, example_inputs):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    run(torch.compile(net, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True), *inputs)
+    return graphs
+
+
+def targets(graph):
+    return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+
+
+@pytest.mark.parametrize("make", [params_neuron, module_neuron, closure_neuron])
+def test_the_prologue_is_ordinary_nodes_beside_one_kernel_for_any_length(make):
+    found = []
+    for T in (4, 400):
+        torch._dynamo.reset()
+        forward, backward = graphs_of(make(), torch.randn(T, 3, 8))
+        (kernel,) = [n for n in forward.nodes if str(n.target) == "flexsn.forward.default"]
+        assert "aten.sigmoid.default" in [str(n.target) for n in kernel.args[3]]
+        assert targets(backward).count("flexsn.backward.default") == 1
+        found.append((targets(forward), targets(backward)))
+    assert found[0] == found[1]
+
+
+def test_inference_graphs_save_nothing():
+    net, graphs = params_neuron(), []
+
+    def keep(graph, example_inputs):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(net, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    run(compiled, torch.randn(40, 3, 8), grad=False)
+    (kernel,) = [n for n in graphs[0].nodes if str(n.target) == "flexsn.forward.default"]
+    checkpoints, save, sequences = kernel.args[5:8]
+    assert (checkpoints, save, sequences) == (0, False, False)
+
+
+# --- cores that no kernel expresses -------------------------------------------------------------------------------------------------
+def mixing(x, v):
+    h = v * 0.5 + x
+    v = h - h.mean()
+    return torch.sigmoid(v), v
+
+
+@pytest.mark.parametrize("T", [1, 6])
+def test_a_core_that_mixes_neurons_goes_through_pytorchs_scan(T):
+    x, results = torch.randn(T, 3, 4), []
+    for backend in ("auto", "torch"):
+        net = FlexSN(mixing, 1, 1, backend=backend)
+        if backend == "auto":
+            flexsn.fallback._warned.clear()
+            with pytest.warns(FallbackWarning, match="PyTorch's own scan"):
+                results.append(run(torch.compile(net, backend="aot_eager", fullgraph=True), x))
+        else:
+            results.append(run(net, x))
+    (values, grads), (want, want_grads) = results
+    assert_close(values, want)
+    assert_close(grads, want_grads)
+
+
+def test_strict_refuses_a_core_that_mixes_neurons():
+    net = FlexSN(mixing, 1, 1, strict=True)
+    with pytest.raises(NotElementwiseError, match="mean"):
+        torch.compile(net, backend="aot_eager", fullgraph=True)(torch.randn(5, 3))
+
+
+def test_the_eager_loop_by_name():
+    assert_compiles(FlexSN(leaky, 1, 1, params=[nn.Parameter(torch.rand(4))], backend="torch"), (torch.randn(5, 3, 4),))
+
+
+def test_a_core_that_breaks_the_graph():
+    def core(x, v):
+        torch._dynamo.graph_break()
+        v = v * 0.5 + x
+        return v * v, v
+
+    net, x = FlexSN(core, 1, 1), torch.randn(5, 3)
+    assert_close(run(torch.compile(net, backend="aot_eager"), x)[1], run(net, x)[1])
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+
+
+# --- Inductor ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_inductor(mode):
+    net = nn.Sequential(nn.Linear(4, 8), closure_neuron(), nn.Linear(8, 2))
+    eager, x = copy.deepcopy(net), torch.randn(7, 3, 4)
+    values, grads = run(torch.compile(net, mode=mode, fullgraph=True), x)
+    want_values, want_grads = run(eager, x)
+    assert_close(values, want_values)
+    assert_close(grads, want_grads)
+
+
+def test_inductor_with_dynamic_sizes():
+    net = nn.Sequential(nn.Linear(4, 8), module_neuron())
+    assert_compiles(net, *[(torch.randn(T, 3, 4),) for T in (5, 17, 50)], backend="inductor", dynamic=True)
+
+
+def test_the_neuron_keeps_its_bits():
+    """What Inductor fuses around it may round otherwise; the neuron does not."""
+    neuron = FlexSN(lif, 1, 1, params=[torch.tensor(1.7), torch.tensor(0.3)])
+
+    def net(x):
+        h = torch.sigmoid(3.0 * x) * 2.0
+        return h, neuron(h)
+
+    h, y = torch.compile(net, fullgraph=True)(torch.randn(50, 4, 33))
+    neuron.reset()
+    assert torch.equal(y, neuron(h))
+
+
+def test_the_neurons_gradient_keeps_its_bits():
+    neuron, x, grads = FlexSN(relu_mem, 1, 1), torch.randn(50, 4, 33), []
+    for call in (torch.compile(neuron, fullgraph=True), neuron):
+        neuron.reset()
+        leaf = x.clone().requires_grad_()
+        (call(leaf) * torch.linspace(-1, 1, 33)).sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+# --- disk caches --------------------------------------------------------------------------------------------------------------------
+CACHED = """
+import torch, flexsn
+from torch import nn
+from torch._dynamo.utils import counters
+
+class Core(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(8))
+        self.register_buffer("v_th", torch.tensor(0.5))
+
+    def forward(self, x, v):
+        h = v + (x - v) * torch.sigmoid(self.w)
+        s = flexsn.surrogate.atan(h - self.v_th)
+        return s, h * (1.0 - s)
+
+net = nn.Sequential(nn.Linear(4, 8), flexsn.FlexSN(Core(), 1, 1))
+compiled = torch.compile(net, fullgraph=True)
+compiled(torch.randn(5, 3, 4)).sum().backward()
+flexsn.reset_net(net)
+with torch.no_grad():
+    compiled(torch.randn(5, 3, 4))
+names = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass")
+print([counters["aot_autograd"][n] for n in names], [counters["inductor"][f"fxgraph_cache_{n}"] for n in ("hit", "miss", "bypass")])
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", CACHED], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.strip())
+    # training and inference; forward and backward of training, and inference
+    assert found == ["[0, 2, 0] [0, 3, 0]", "[2, 0, 0] [3, 0, 0]"]

@@ -1,0 +1,391 @@
+"""`torch.func`, checkpoints, saved-tensor hooks, fake and meta tensors, `opcheck`: each against the eager loop, or refused."""
+
+import copy
+
+import pytest
+import torch
+from cores import adlif, leaky, lif, plif
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import flexsn
+from flexsn import FlexSN, doors
+from flexsn.blueprint import draw
+from flexsn.capture import Meta
+from flexsn.errors import DoubleBackwardError, FallbackWarning, ForwardModeError
+from flexsn.ops import text_of
+from flexsn.signature import make_signature
+
+f64 = torch.float64
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own, of its first `jvp`
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=f64)
+
+
+def scan(x, v, w, backend="auto"):
+    result = flexsn.scan(leaky, (x,), (v,), (w,), backend=backend, store_state_seqs=True)
+    return result.outputs[0], result.states[0]
+
+
+def loss(x, v, w, backend="auto"):
+    return sum(y.square().sum() for y in scan(x, v, w, backend))
+
+
+def assert_same(got, want):
+    got, want = pytree.tree_leaves(got), pytree.tree_leaves(want)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def assert_as_in_the_loop(transformed, *operands):
+    """`transformed(backend, *operands)` gives the same fused and in the eager loop."""
+    assert_same(transformed("auto", *operands), transformed("torch", *operands))
+
+
+# --- torch.func ---------------------------------------------------------------------------------------------------------------
+OPERANDS = {"x": (5, 3, 4), "v": (3, 4), "w": (4,)}
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev])
+def test_reverse_mode(transform):
+    function = loss if transform is grad else scan
+    operands = [double(*shape) for shape in OPERANDS.values()]
+    assert_as_in_the_loop(lambda b, *a: transform(lambda *a: function(*a, b), argnums=(0, 1, 2))(*a), *operands)
+
+
+def test_vjp_of_a_tuple():
+    operands = [double(*shape) for shape in OPERANDS.values()]
+    cotangents = (double(5, 3, 4), double(5, 3, 4))
+    assert_as_in_the_loop(lambda b, *a: vjp(lambda *a: scan(*a, b), *a)[1](cotangents), *operands)
+
+
+def test_a_first_call_under_grad():
+    """Captured inside the transform, where PyTorch allows no saved-tensor hooks."""
+
+    def core(x, v):  # no other test has captured it
+        v = 0.25 * v + x
+        return v * v, v
+
+    x = double(4, 3)
+    assert_same(grad(lambda x: flexsn.scan(core, (x,), (None,)).outputs[0].sum())(x), _gradient(core, x))
+
+
+def _gradient(core, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(flexsn.scan(core, (x,), (None,), backend="torch").outputs[0].sum(), x)[0]
+
+
+# which operands are batched, in which dim
+BATCHED = {
+    "inputs": ((5, 6, 3, 4), (3, 4), (4,), (1, None, None)),
+    "inputs in the last dim": ((5, 3, 4, 6), (3, 4), (4,), (-1, None, None)),
+    "inputs in front of time": ((6, 5, 3, 4), (3, 4), (4,), (0, None, None)),
+    "states": ((5, 3, 4), (3, 6, 4), (4,), (None, 1, None)),
+    "params": ((5, 3, 4), (3, 4), (6, 4), (None, None, 0)),
+    "params in the last dim": ((5, 3, 4), (3, 4), (4, 6), (None, None, 1)),
+    "numbers": ((5, 3, 4), (3, 4), (6,), (None, None, 0)),
+    "params [C, 1]": ((5, 3, 4), (3, 4), (6, 3, 1), (None, None, 0)),
+    "params per neuron": ((5, 3, 4), (3, 4), (6, 3, 4), (None, None, 0)),
+    "all": ((6, 5, 3, 4), (3, 6, 4), (4, 6), (0, 1, 1)),
+    "a state that broadcasts": ((5, 6, 3, 4), (6, 4), (4,), (1, 0, None)),
+}
+
+
+@pytest.mark.parametrize("case", BATCHED.values(), ids=BATCHED)
+def test_vmap(case):
+    *shapes, dims = case
+    operands = [double(*shape) for shape in shapes]
+    assert_as_in_the_loop(lambda b, *a: vmap(lambda *a: scan(*a, b), dims)(*a), *operands)
+    assert_as_in_the_loop(lambda b, *a: vmap(grad(lambda *a: loss(*a, b), argnums=(0, 1, 2)), dims)(*a), *operands)
+
+    def of_the_sum(backend, *operands):
+        return grad(lambda *a: sum(y.square().sum() for y in vmap(lambda *a: scan(*a, backend), dims)(*a)), argnums=(0, 1, 2))(*operands)
+
+    assert_as_in_the_loop(of_the_sum, *operands)
+
+
+@pytest.mark.parametrize("out", [0, 1, -1, (2, 0)], ids=str)
+def test_vmap_out_dims(out):
+    operands = double(5, 6, 3, 4), double(3, 4), double(4)
+    assert_as_in_the_loop(lambda b, *a: vmap(lambda *a: scan(*a, b), (1, None, None), out)(*a), *operands)
+
+
+def test_vmap_in_chunks():
+    operands = double(7, 5, 3, 4), double(3, 4), double(4)
+    assert_as_in_the_loop(lambda b, *a: vmap(lambda *a: scan(*a, b), (0, None, None), chunk_size=3)(*a), *operands)
+
+
+def test_nested_vmap():
+    def nested(backend, x, v, w):
+        inner = vmap(grad(lambda *a: loss(*a, backend), argnums=(0, 2)), (1, None, None))
+        return vmap(inner, (None, None, 0))(x, v, w)
+
+    assert_as_in_the_loop(nested, double(5, 6, 3, 4), double(3, 4), double(2, 4))
+
+
+def test_vmap_of_several_inputs_states_and_outputs():
+    def run(backend, x1, x2, beta):
+        results = flexsn.scan(adlif, (x1, x2), (None, None), (beta, torch.tensor(0.5)), backend=backend)
+        return *results.outputs, *results.states
+
+    operands = torch.randn(5, 6, 4), torch.randn(5, 4), torch.rand(6)
+    assert_as_in_the_loop(lambda b, *a: vmap(lambda *a: run(b, *a), (1, None, 0))(*a), *operands)
+
+    def gradient(backend, *operands):
+        return vmap(grad(lambda *a: sum(y.sum() for y in run(backend, *a)), argnums=(0, 1, 2)), (1, None, 0))(*operands)
+
+    assert_as_in_the_loop(gradient, *operands)
+
+
+def test_params_of_channels_in_front_of_space():
+    """`[C, 1, 1]`, batched: one per model of an ensemble."""
+
+    def gradient(backend, x, w):
+        return vmap(grad(lambda w: flexsn.scan(plif, (x,), (None,), (w,), backend=backend).outputs[0].sum()))(w)
+
+    assert_as_in_the_loop(gradient, torch.randn(5, 2, 3, 4, 4), torch.rand(6, 3, 1, 1))
+
+
+def test_functionalize():
+    operands = [double(*shape) for shape in OPERANDS.values()]
+    transformed = functionalize(lambda x, v, w: scan(x, v, w))
+    assert_same(transformed(*operands), scan(*operands))
+    graph = make_fx(transformed)(*operands).graph
+    assert [str(n.target) for n in graph.nodes].count("flexsn.forward.default") == 1
+
+
+# --- modules --------------------------------------------------------------------------------------------------------------------
+class Plif(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(8))
+
+    def forward(self, x, v):
+        return plif(x, v, self.w)
+
+
+def module_neuron():
+    return FlexSN(Plif(), 1, 1)
+
+
+def params_neuron():
+    return FlexSN(plif, 1, 1, params=[nn.Parameter(torch.rand(8))])
+
+
+def closure_neuron():
+    w = nn.Parameter(torch.rand(8))
+    return FlexSN(lambda x, v: plif(x, v, w), 1, 1)
+
+
+neurons = pytest.mark.parametrize("make", [module_neuron, params_neuron, closure_neuron])
+
+
+def net_and_loss(make):
+    net = nn.Sequential(nn.Linear(8, 8), make())
+
+    def stateless_loss(params, x):
+        flexsn.reset_net(net)
+        return functional_call(net, params, (x,)).square().sum()
+
+    return net, stateless_loss
+
+
+@neurons
+def test_gradients_per_sample(make):
+    net, stateless_loss = net_and_loss(make)
+    params, x = {n: p.detach() for n, p in net.named_parameters()}, torch.randn(5, 3, 8)
+    got = vmap(grad(stateless_loss), (None, 1))(params, x)
+    want = [grad(stateless_loss)(params, x[:, i]) for i in range(3)]
+    assert_same(got, {n: torch.stack([g[n] for g in want]) for n in params})
+
+
+@neurons
+def test_ensembles(make):
+    models, x = [net_and_loss(make)[0] for _ in range(3)], torch.randn(5, 2, 8)
+    params, _ = stack_module_state(models)
+    _, stateless_loss = net_and_loss(make)
+    grads = vmap(grad(stateless_loss), (0, None))(params, x)
+    for i, model in enumerate(models):
+        model(x).square().sum().backward()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(grads[name][i], param.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@neurons
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(make, reentrant):
+    net, x = nn.Sequential(nn.Linear(8, 8), make()), torch.randn(5, 3, 8)
+    twin = copy.deepcopy(net)
+
+    def forget_and_run(x):
+        flexsn.reset_net(net)
+        return net(x)
+
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    checkpoint(forget_and_run, leaves[0], use_reentrant=reentrant).square().sum().backward()
+    twin(leaves[1]).square().sum().backward()
+    assert_same([leaves[0].grad, *(p.grad for p in net.parameters())], [leaves[1].grad, *(p.grad for p in twin.parameters())])
+
+
+def test_saved_tensors_hooks_see_what_is_saved():
+    net, x, packed = params_neuron(), torch.randn(40, 3, 8), []
+    twin = copy.deepcopy(net)
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor.numpy(force=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+        y = net(x)
+    y.square().sum().backward()
+    twin(x).square().sum().backward()
+    assert packed[:2] == [(40, 3, 8), (8,)] and len(packed) == 3  # the input, the param, checkpoints
+    assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [lambda f: jacrev(jacrev(f)), lambda f: grad(lambda w: grad(f)(w).sum())])
+def test_double_backward_is_refused(make):
+    x, v, w = (double(*shape) for shape in OPERANDS.values())
+    with pytest.raises(DoubleBackwardError, match="leaky"):
+        make(lambda w: loss(x, v, w))(w)
+    assert torch.isfinite(make(lambda w: loss(x, v, w, "torch"))(w)).all()
+
+
+@pytest.fixture
+def untold(monkeypatch):
+    """No fallback has been told of yet."""
+    monkeypatch.setattr(flexsn.fallback, "_warned", set())
+
+
+@pytest.mark.parametrize("make", [jacfwd, hessian, lambda f: lambda w: jvp(f, (w,), (torch.ones_like(w),))])
+def test_forward_mode_goes_through_the_loop(make, untold):
+    x, v, w = (double(*shape) for shape in OPERANDS.values())
+    with pytest.warns(FallbackWarning, match="forward mode"):
+        got = make(lambda w: loss(x, v, w))(w)
+    assert_same(got, make(lambda w: loss(x, v, w, "torch"))(w))
+
+
+def test_forward_mode_is_refused_by_name():
+    x, v, w = (double(*shape) for shape in OPERANDS.values())
+    with pytest.raises(ForwardModeError, match="leaky"):
+        jvp(lambda w: loss(x, v, w, "cpp"), (w,), (torch.ones_like(w),))
+
+
+def test_dual_numbers(untold):
+    x, v, w = (double(*shape) for shape in OPERANDS.values())
+    with torch.autograd.forward_ad.dual_level(), pytest.warns(FallbackWarning, match="forward mode"):
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(loss(dual, v, w)).tangent
+    torch.testing.assert_close(tangent, grad(loss)(x, v, w).sum())
+
+
+# --- tensors without memory --------------------------------------------------------------------------------------------------------------
+@neurons
+def test_fake_tensors(make):
+    with FakeTensorMode():
+        net, x = make(), torch.randn(5, 3, 8, requires_grad=True)
+        y = net(x)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == (5, 3, 8) and net.states[0].shape == (3, 8)
+        assert all(p.grad.shape == p.shape for p in net.parameters())
+
+
+@neurons
+def test_meta_tensors(make):
+    with torch.device("meta"):
+        net, x = make(), torch.randn(5, 3, 8, requires_grad=True)
+    y = net(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == (5, 3, 8) and y.device.type == net.states[0].device.type == "meta"
+    assert all(p.grad.shape == p.shape for p in net.parameters())
+
+
+def test_fake_tensors_in_a_captured_core():
+    """A real closure, fake operands: the trace does not touch the parameter."""
+    net = closure_neuron()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y = net(torch.randn(5, 3, 8))
+    assert y.shape == (5, 3, 8) and type(net.core.__closure__[0].cell_contents) is nn.Parameter
+    net.reset()
+    assert torch.isfinite(net(torch.randn(5, 3, 8))).all()
+
+
+def test_the_default_device_holds_while_a_core_is_traced():
+    def core(x, v):
+        v = 0.5 * v + (x if torch.get_default_device().type == "meta" else -x)
+        return v, v
+
+    x = torch.randn(4, 3)
+    with torch.device("meta"):
+        got = vmap(lambda x: flexsn.scan(core, (x,), (None,)).outputs[0], 1, 1)(x)
+    assert torch.equal(got, -flexsn.scan(core, (x,), (None,)).outputs[0])
+
+
+# --- operators --------------------------------------------------------------------------------------------------------------------------
+def program(core, counts, metas, vjp=True):
+    """The text of a core at float32 step shapes."""
+    blueprint = draw(core, make_signature(core, *counts), [Meta(shape, torch.float32) for shape in metas], CPU, {})
+    if vjp:
+        blueprint.differentiate(core, {}, CPU)
+    return text_of(blueprint, vjp=vjp)
+
+
+STEP = [3, 4]
+LEAKY = program(leaky, (1, 1, 1), [(3, 4), (3, 4), (4,)])
+LIF = program(lif, (1, 1, 2), [(3, 4), (3, 4), (), ()])
+
+
+@pytest.mark.parametrize(("needs", "sequences"), [(False, True), (True, False)])
+def test_opcheck_scan(needs, sequences):
+    operands = [t.requires_grad_(needs) for t in (torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4))]
+    x, v, w = operands
+    torch.library.opcheck(torch.ops.flexsn.scan.default, (LEAKY, [x], [v], [w], sequences))
+    torch.library.opcheck(torch.ops.flexsn.scan.default, (LIF, [x], [None], [torch.tensor(1.5), torch.tensor(0.5)], sequences))
+
+
+def test_opcheck_forward():
+    x, v, w = torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4)
+    rows = flexsn.ops.program_from(LEAKY, CPU).checkpoints(40)
+    assert rows > 0
+    for arguments in [([x], [v], [w], STEP, rows, True, False), ([x], [None], [w], STEP, 0, False, True)]:
+        torch.library.opcheck(torch.ops.flexsn.forward.default, (LEAKY, *arguments))
+
+
+def test_opcheck_backward():
+    x, v, w = torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4)
+    rows = flexsn.ops.program_from(LEAKY, CPU).checkpoints(40)
+    checkpoints = [t for t in torch.ops.flexsn.forward(LEAKY, [x], [v], [w], STEP, rows, True, False) if t.shape[0] == rows]
+    assert len(checkpoints) == 1
+    arguments = ([x], [v], [w], checkpoints, [torch.randn(40, 3, 4), torch.randn(3, 4)], ["gy0", "gv0"], ["gx0", "gv0", "gp0"], STEP)
+    torch.library.opcheck(torch.ops.flexsn.backward.default, (LEAKY, *arguments))
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_opcheck_carry(needs):
+    torch.library.opcheck(torch.ops.flexsn.carry.default, (torch.randn(3, 4, requires_grad=needs),))
+
+
+def test_the_operator_differentiates_as_the_call_does():
+    operands, other = ([t.requires_grad_() for t in (torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4))] for _ in range(2))
+    for a, b in zip(operands, other, strict=True):
+        b.data.copy_(a)
+    x, v, w = operands
+    y, final = torch.ops.flexsn.scan(LEAKY, [x], [v], [w], False)
+    want = flexsn.scan(leaky, (other[0],), (other[1],), (other[2],))
+    assert torch.equal(y, want.outputs[0]) and torch.equal(final, want.states[0])
+    got = torch.autograd.grad(y.sum() + final.sum(), operands)
+    assert_same(got, torch.autograd.grad(want.outputs[0].sum() + want.states[0].sum(), other))
+
+
+def test_an_operator_at_another_step_shape_says_so():
+    with pytest.raises(flexsn.errors.ShapeMismatchError, match=r"step shape \[3, 4\]"):
+        doors.call_of(LEAKY, [torch.randn(5, 3, 7)], [None], [torch.rand(4)], False)
