@@ -89,25 +89,25 @@ def _flags_forward(inputs: Sequence[Tensor], save: bool, sequences: bool) -> tup
     return tuple([x.dtype for x in inputs]), save, sequences
 
 
-def _launch(program: str, device: torch.device, direction: str, flags: tuple, T: int, step: Sequence[int], checkpoints: int) -> Launch:
-    key = (program, device, direction, flags, T, tuple(step), checkpoints)
+def _launch(program: str, device: torch.device, direction: str, flags: tuple, T: int, step: tuple[int, ...], checkpoints: int) -> Launch:
+    key = (program, device, direction, flags, T, step, checkpoints)
     launch = _launches.get(key)
     if launch is None:
-        launch = Launch(program_from(program, device).kernel(direction, *flags), T, tuple(step), checkpoints)
+        launch = Launch(program_from(program, device).kernel(direction, *flags), T, step, checkpoints)
         with _lock:
             _launches[key] = launch
             _trim(_launches)
     return launch
 
 
-def _rows(tensor: Tensor | None, leading: int, step: Sequence[int]) -> Tensor | None:
+def _rows(tensor: Tensor | None, leading: int, step: tuple[int, ...]) -> Tensor | None:
     if tensor is None or (tensor.shape[leading:] == step and tensor.is_contiguous()):
         return tensor
     return tensor.expand(*tensor.shape[:leading], *step).contiguous()
 
 
 def _forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
-    T, device = inputs[0].shape[0], inputs[0].device
+    T, device, step = inputs[0].shape[0], inputs[0].device, tuple(step)
     launch = _launch(program, device, "forward", _flags_forward(inputs, save, sequences), T, step, checkpoints)
     arrays = {f"x{k}": _rows(x, 1, step) for k, x in enumerate(inputs)}
     arrays |= {f"v{k}": _rows(v, 0, step) for k, v in enumerate(states)}
@@ -134,7 +134,7 @@ def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequ
 
 
 def _backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
-    T, device = inputs[0].shape[0], inputs[0].device
+    T, device, step = inputs[0].shape[0], inputs[0].device, tuple(step)
     launch = _launch(program, device, "backward", _flags_backward(inputs, given, wanted), T, step, 0)
     arrays = {f"x{k}": _rows(x, 1, step) for k, x in enumerate(inputs)}
     arrays |= {f"v{k}": _rows(v, 0, step) for k, v in enumerate(states)}
