@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from torch._subclasses.fake_tensor import (  # 2.11, 2.13
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 
 __all__ = [
-    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "current_device", "current_stream", "decomposition_table",
-    "disable_modes", "forward_ad_level", "functional_overload", "has_tangent", "quiet", "transformed",
+    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "aot_graph", "current_device", "current_stream",
+    "decomposition_table", "disable_modes", "forward_ad_level", "functional_overload", "has_tangent", "load_aot", "min_cut",
+    "quiet", "transformed",
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
@@ -71,3 +74,27 @@ def current_device() -> int:
 def transformed() -> bool:
     """Whether `torch.func` or a dispatch mode is active: tensors may then lack memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.13
+
+
+@functools.cache
+def _aot() -> tuple[Any, Any]:
+    """AOTAutograd and its partitioner, imported on use; the warning filters that this adds (sympy's) go again."""
+    with warnings.catch_warnings():
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401  fake tensors need it  (2.11, 2.13)
+        from torch._functorch.aot_autograd import aot_export_joint_simple  # 2.13
+        from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.13
+    return aot_export_joint_simple, min_cut_rematerialization_partition
+
+
+def aot_graph(fn: Callable, tensors: Sequence[torch.Tensor], *, joint: bool) -> torch.fx.GraphModule:
+    """The functional ATen graph of `fn`, by AOTAutograd; `joint`: followed by its backward (`primals_*`, `tangents_*`)."""
+    return _aot()[0](fn, tuple(tensors), trace_joint=joint)
+
+
+def min_cut(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """A joint graph cut in two, such that little is saved in between."""
+    return _aot()[1](joint, None, num_fwd_outputs=num_outputs)
+
+
+def load_aot() -> None:
+    _aot()
