@@ -123,16 +123,16 @@ def dtypes(info: FlexSNInfo, given: Mapping[str, torch.dtype]) -> dict[str, torc
     Args:
         given: those of the call's operands, for what the info does not know.
     """
-    default = next(iter(given.values()), torch.float32)
+    default = next((d for r, d in given.items() if r == "x0" or r[0] == "g"), torch.float32)
     ins = [f"x{k}" for k in range(info.num_inputs)] + [f"v{k}" for k in range(info.num_states)]
     outs = [f"y{k}" for k in range(info.num_fwd_kernel_returns)]
     if info.layout is not None:
         return {r: m.dtype for r, m in zip((*ins, *outs), (*info.layout.args, *info.layout.returns), strict=True)}
-    found = {r: given.get(r, default) for r in (*ins, *outs)}
-    for k in range(info.num_states):
-        role = f"y{info.num_outputs + k}"
-        found[role] = given.get(role, found[f"v{k}"])
-    return found
+    found = {}
+    for r in (*ins, *outs):
+        alike = (r, f"g{r}", f"gs{r[1:]}") if r[0] == "v" else (r, f"g{r}")
+        found[r] = next((given[role] for role in alike if role in given), default)
+    return found | {f"y{info.num_outputs + k}": found[f"v{k}"] for k in range(info.num_states)}
 
 
 def step_shape(info: FlexSNInfo, shapes: Sequence[Shape]) -> Shape:

@@ -44,6 +44,9 @@ class StepKernel:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.kind} of {self.core}>"
 
+    def __deepcopy__(self, memo: dict) -> StepKernel:
+        return self  # it does not change
+
     @property
     def num_returns(self) -> int:
         """How many sequences a forward kernel stores."""
@@ -83,14 +86,14 @@ class SourceKernel(StepKernel):
         self._source = complete(core_str)
         self._cotangents = _cotangents(compile_triton_code_str(core_str, core_name), info) if kind == "backward" else []
         if verbose:
-            print(self.source())
+            print(self.render()[1])
 
-    def source(self, given: Dtypes | None = None, present: Sequence[str] | None = None) -> str:
-        """The kernel's text for operands of these dtypes, by default with every cotangent."""
-        storage = dtypes(self.info, given or {})
-        storage = {**dict.fromkeys(saved_roles(self.info), torch.float32), **storage}
+    def render(self, present: Sequence[str] | None = None) -> tuple[plan.Plan, str]:
+        """Plan and text for the dtypes of the info, by default with every cotangent."""
+        storage = dtypes(self.info, {})
+        saved = zip(saved_roles(self.info), self.info.c2k_return_mapping, strict=True)
         every = [r.replace("gv", "gs") for r in cotangent_roles(self.info)]
-        return self._render(storage, every if present is None else present)[1]
+        return self._render({**storage, **{role: storage[f"y{j}"] for role, j in saved}}, every if present is None else present)
 
     def _render(self, storage: Dtypes, present: Sequence[str]) -> tuple[plan.Plan, str]:
         if self.kind == "backward":

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import DeviceMismatchError, OperandCountError, OperandTypeError, SequenceLengthError
+from .errors import DeviceMismatchError, OperandCountError, OperandTypeError, SequenceLengthError, UnsupportedDtypeError
 from .memory import empty
 from .run import _by_index, _narrow, rows, unbroadcast
+from .signature import DTYPES
 from .step_info import FlexSNInfo, Shape, dtypes, return_shape, step_shape
 from .step_kernels import StepKernel
 from .step_render import saved_roles
@@ -256,6 +257,8 @@ def _expect(f: Any, kind: str) -> None:
 def _checked(tensor: Any, what: str) -> Tensor | None:
     if tensor is not None and not isinstance(tensor, Tensor):
         raise OperandTypeError(f"{what} must be a tensor, not {type(tensor).__name__}")
+    if tensor is not None and tensor.dtype not in DTYPES:
+        raise UnsupportedDtypeError(f"{what} has dtype {tensor.dtype}")
     return tensor
 
 

@@ -81,7 +81,9 @@ class Closed:
 
     def params(self) -> dict[str, Tensor]:
         """The values of `p*`, computed from the captured tensors as they are now."""
-        with torch.no_grad():
+        if not self._constants:
+            return {}
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return self._prologue(dict(zip(self._names, [t.detach() for t in self._constants.values()], strict=True)))
 
     def carry(self, role: str, source: str, dtype: torch.dtype) -> None:
