@@ -81,8 +81,8 @@ def _aot() -> tuple[Any, Any]:
     """AOTAutograd and its partitioner, imported on use; the warning filters that this adds (sympy's) go again."""
     with warnings.catch_warnings():
         import torch.fx.experimental.symbolic_shapes  # noqa: F401  fake tensors need it  (2.11, 2.13)
-        from torch._functorch.aot_autograd import aot_export_joint_simple  # 2.13
-        from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.13
+        from torch._functorch.aot_autograd import aot_export_joint_simple  # 2.11, 2.13
+        from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.11, 2.13
     return aot_export_joint_simple, min_cut_rematerialization_partition
 
 

@@ -561,7 +561,7 @@ def test_kernels_of_a_source_need_triton_on_the_cpu_too(monkeypatch):
     kernel, info = from_source("plif", "inference")
     monkeypatch.setattr(launch_triton, "interpreted", lambda: False)
     with pytest.raises(BackendError, match="TRITON_INTERPRET"):
-        flexsn_inference(kernel, info, torch.zeros(2, 3), torch.zeros(3))
+        flexsn_inference(kernel, info, torch.zeros(2, 3, device="cpu"), torch.zeros(3, device="cpu"))
 
 
 def test_one_launch_covers_all_steps(monkeypatch):
