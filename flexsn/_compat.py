@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,33 +21,9 @@ from torch._subclasses.fake_tensor import (  # 2.11, 2.13
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 
+# the names that are only passed on
 __all__ = [
-    "DYNAMIC_SHAPE_ERRORS",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "ProxyTorchDispatchMode",
-    "current_device",
-    "current_stream",
-    "decomposition_table",
-    "disable_modes",
-    "forward_ad_level",
-    "functional_overload",
-    "functorch_active",
-    "has_tangent",
-    "is_plain",
-    "is_symbolic",
-    "no_modes",
-    "quiet",
-    "record_call",
-    "saved_tensors_hooks_off",
-    "scan_operator",
-    "symbol",
-    "trace_body",
-    "transformed",
-    "under_modes",
-    "unseen_by_dynamo",
-    "while_loop_stack_operator",
+    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "ProxyTorchDispatchMode", "disable_modes",
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
@@ -247,11 +225,35 @@ def _made_pointwise(tensor: torch.Tensor) -> bool:
     mode = get_proxy_mode()
     if mode is None or not isinstance(tensor, FunctionalTensor):
         return False
-    slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)  # type: ignore[call-overload]
-    node = None if slot is None else slot.proxy.node
+    slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
+    node: Any = None if slot is None else slot.proxy.node
     while node is not None and node.op == "call_function" and str(node.target).split(".")[1] in _PASSED_THROUGH:
         node = node.args[0]
     return node is not None and torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 _PASSED_THROUGH = {"view", "_unsafe_view", "reshape", "convert_element_type", "_to_copy", "clone", "expand", "unsqueeze"}
+
+
+@functools.cache
+def _aot() -> tuple[Any, Any]:
+    """AOTAutograd and its partitioner, imported on use; the warning filters that this adds (sympy's) go again."""
+    with warnings.catch_warnings():
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401  fake tensors need it  (2.11, 2.13)
+        from torch._functorch.aot_autograd import aot_export_joint_simple  # 2.11, 2.13
+        from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.11, 2.13
+    return aot_export_joint_simple, min_cut_rematerialization_partition
+
+
+def aot_graph(fn: Callable, tensors: Sequence[torch.Tensor], *, joint: bool) -> torch.fx.GraphModule:
+    """The functional ATen graph of `fn`, by AOTAutograd; `joint`: followed by its backward (`primals_*`, `tangents_*`)."""
+    return _aot()[0](fn, tuple(tensors), trace_joint=joint)
+
+
+def min_cut(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """A joint graph cut in two, such that little is saved in between."""
+    return _aot()[1](joint, None, num_fwd_outputs=num_outputs)
+
+
+def load_aot() -> None:
+    _aot()

@@ -80,6 +80,10 @@ class CoreError(FlexSNError, RuntimeError):
     """PyTorch refuses an op inside the core (shapes that do not broadcast, dtypes that do not mix)."""
 
 
+class GraphCaptureError(FlexSNError, ValueError):
+    """AOTAutograd could not capture a function as a graph (`flexsn.lowlevel`), or the graph does not fit the counts."""
+
+
 class DoubleBackwardError(FlexSNError, RuntimeError):
     """A second derivative through a fused call (`create_graph=True`)."""
 

@@ -11,7 +11,22 @@ import pytest
 import flexsn
 
 PACKAGE = Path(flexsn.__file__).parent
-ORDER = ["signature", "capture", "graph", "plan", "render", "launch", "compile", "run", "scan", "module"]
+ORDER = [
+    "signature",
+    "capture",
+    "graph",
+    "plan",
+    "render",
+    "launch",
+    "compile",
+    "run",
+    "scan",
+    "module",
+    "step",
+    "handles",
+    "handle",
+    "lowlevel",
+]
 
 
 def imports(path, top_level_only=False):

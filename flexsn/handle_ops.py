@@ -1,0 +1,243 @@
+"""The kernels of a handle as PyTorch operators: opaque to the compiler, with fake and autograd registrations.
+
+`flat_args = [*input_seqs, *init_states]`; initial states may be left out, all or none: zeros then. The plain functions take
+a handle in any form and call `torch.ops.flexsn.<name>`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import step_launch
+from .errors import DoubleBackwardError, OperandCountError
+from .handles import (
+    get_flexsn_kernel_handle,
+    handle_number,
+    release_active_flexsn_kernel_handle,
+    retain_flexsn_kernel_handle,
+)
+from .step_info import FlexSNInfo
+from .step_launch import final_metas, flexsn_forward, flexsn_inference, flexsn_inference_final_state, operands, return_metas
+
+_library = torch.library.Library("flexsn", "FRAGMENT")  # lives as long as the process
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+# --- the functions -----------------------------------------------------------------------------------------------------------------
+def flexsn_inductor_inference(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    """`[*output_seqs, *state_seqs]`, not differentiable.
+
+    Raises:
+        RuntimeError: an unknown handle, or one without this kernel.
+        ValueError: no input, or some but not all initial states.
+    """
+    return torch.ops.flexsn.flexsn_inductor_inference(handle_number(handle), list(flat_args))
+
+
+def flexsn_inductor_inference_final_state(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    """`[*output_seqs, *final_states]`, not differentiable. Raises as `flexsn_inductor_inference`."""
+    return torch.ops.flexsn.flexsn_inductor_inference_final_state(handle_number(handle), list(flat_args))
+
+
+def flexsn_inductor_training(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    """Every return of the forward kernel: `[*output_seqs, *state_seqs, *intermediates]`; cotangents of the last are ignored.
+
+    Raises:
+        RuntimeError: as `flexsn_inductor_inference`; forward and backward kernels are both needed.
+        DoubleBackwardError: a second derivative; a `RuntimeError`.
+    """
+    return torch.ops.flexsn.flexsn_inductor_training(handle_number(handle), list(flat_args))
+
+
+def flexsn_inductor_training_final_state(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    """`[*output_seqs, *final_states, *saved]`: what the backward reads beside the outputs. Raises as `flexsn_inductor_training`."""
+    return torch.ops.flexsn.flexsn_inductor_training_final_state(handle_number(handle), list(flat_args))
+
+
+def flexsn_inductor_backward(
+    handle: Any, grad_outputs: Sequence[Tensor | None], saved_tensors: Sequence[Tensor], input_templates: Sequence[Tensor]
+) -> list[Tensor]:
+    """`[*input_grads, *init_state_grads]` of `flexsn_inductor_training`.
+
+    Args:
+        grad_outputs: cotangents of output and state sequences, each possibly None.
+        saved_tensors: `[returns[i] for i in c2k_return_mapping]`.
+        input_templates: `[*input_seqs, *init_states]`, or the input sequences alone; then there are no gradients of states.
+    """
+    return torch.ops.flexsn.flexsn_inductor_backward(handle_number(handle), list(grad_outputs), list(saved_tensors), list(input_templates))
+
+
+# --- what runs ----------------------------------------------------------------------------------------------------------------------
+def _kernel(handle: int, name: str, info: str) -> tuple[Any, FlexSNInfo]:
+    return _get(handle, name), _get(handle, info)
+
+
+def _get(handle: int, name: str) -> Any:
+    found = getattr(get_flexsn_kernel_handle(handle), name)
+    if found is None:
+        raise RuntimeError(f"flexsn: kernel handle {handle} has no {name.replace('_', ' ')}")
+    return found
+
+
+def _complete(info: FlexSNInfo, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    """With the initial states that were left out: zeros like a step of the first input."""
+    missing = info.num_inputs + info.num_states - len(flat_args)
+    if not flat_args or info.num_inputs < 1:
+        raise OperandCountError("at least one input is needed")
+    if missing not in (0, info.num_states):
+        raise OperandCountError(f"{len(flat_args)} tensors for {info.num_inputs} inputs and {info.num_states} states, all or none of these")
+    x = flat_args[0]
+    return [*flat_args, *(torch.zeros(x.shape[1:], dtype=x.dtype, device=x.device) for _ in range(missing))]
+
+
+def _inference(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    kernel, info = _kernel(handle, "inference_kernel", "inference_info")
+    return list(flexsn_inference(kernel, info, *_complete(info, flat_args)))
+
+
+def _inference_final_state(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    kernel, info = _kernel(handle, "inference_final_state_kernel", "inference_final_state_info")
+    return list(flexsn_inference_final_state(kernel, info, *_complete(info, flat_args)))
+
+
+def _training(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    kernel, info = _kernel(handle, "forward_kernel", "training_info")
+    _get(handle, "backward_kernel")
+    return list(flexsn_forward(kernel, info, *_complete(info, flat_args)))
+
+
+def _training_final_state(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    kernel, info = _kernel(handle, "forward_kernel", "training_info")
+    _get(handle, "backward_kernel")
+    returns, finals = step_launch.forward_and_finals(kernel, info, _complete(info, flat_args))
+    return [*returns[: info.num_outputs], *finals, *_distinct([returns[j] for j in _kept(info)])]
+
+
+def _kept(info: FlexSNInfo) -> list[int]:
+    """Returns that the backward reads and that are no outputs."""
+    return [j for j in info.c2k_return_mapping if j >= info.num_outputs]
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """No tensor twice: results of an operator do not alias each other."""
+    seen: set[int] = set()
+    return [t.clone() if id(t) in seen else (seen.add(id(t)), t)[1] for t in tensors]  # type: ignore[func-returns-value]
+
+
+def _backward(
+    handle: int,
+    grad_outputs: Sequence[Tensor | None],
+    saved_tensors: Sequence[Tensor],
+    input_templates: Sequence[Tensor],
+    final: bool = False,
+) -> list[Tensor]:
+    kernel, info = _kernel(handle, "backward_kernel", "training_info")
+    if len(grad_outputs) != info.num_returns or len(saved_tensors) != len(info.c2k_return_mapping):
+        raise OperandCountError(f"{len(grad_outputs)} cotangents and {len(saved_tensors)} saved tensors")
+    templates, states = _complete(info, input_templates), list(grad_outputs[info.num_outputs :])
+    none: list[Tensor | None] = [None] * info.num_states
+    found = step_launch.backward(
+        kernel, info, grad_outputs[: info.num_outputs], none if final else states, states if final else none, saved_tensors,
+        templates[: info.num_inputs], templates[info.num_inputs :],
+    )  # fmt: skip
+    return found[: len(input_templates)]
+
+
+def _backward_final_state(handle: int, grad_outputs, saved_tensors, input_templates) -> list[Tensor]:
+    """`_backward`, with cotangents of final states in place of state sequences."""
+    return _backward(handle, grad_outputs, saved_tensors, input_templates, final=True)
+
+
+# --- what they give, without running ---------------------------------------------------------------------------------------------------
+def _fake(info_name: str, final: bool, saved: bool) -> Callable[[int, Sequence[Tensor]], list[Tensor]]:
+    def fake(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
+        info = _get(handle, info_name)
+        inputs, states, T, step = operands(info, _complete(info, flat_args))
+        x = inputs[0]
+        returns = [((T, *shape), dtype) for shape, dtype in return_metas(info, inputs, states, step)]
+        ends = final_metas(info, inputs, states, step) if final else returns[info.num_outputs : info.num_returns]
+        tail = [returns[j] for j in _kept(info)] if final else returns[info.num_returns :]
+        metas = [*returns[: info.num_outputs], *ends, *(tail if saved else [])]
+        return [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in metas]
+
+    return fake
+
+
+def _fake_backward(handle: int, grad_outputs, saved_tensors, input_templates: Sequence[Tensor]) -> list[Tensor]:
+    _get(handle, "training_info")
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in input_templates]
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------------------------
+class _Active:
+    """An active reference, for as long as this object lives."""
+
+    def __init__(self, handle: int):
+        retain_flexsn_kernel_handle(handle)
+        weakref.finalize(self, release_active_flexsn_kernel_handle, handle).atexit = False
+
+
+def _not_differentiable(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(*output)
+
+
+def _no_backward(ctx, *grads):
+    raise AssertionError("flexsn: a result that is not differentiable was differentiated")
+
+
+def _setup(final: bool) -> Callable:
+    def setup(ctx, inputs, output) -> None:
+        handle, flat_args = inputs
+        info = _get(handle, "training_info")
+        ctx.handle, ctx.active, ctx.num_args = handle, _Active(handle), len(flat_args)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[info.num_returns :])
+        rest = iter(output[info.num_returns :])
+        saved = [output[j] if not final or j < info.num_outputs else next(rest) for j in info.c2k_return_mapping]
+        ctx.save_for_backward(*saved, *(t.new_empty(()).expand(t.shape) for t in flat_args))
+
+    return setup
+
+
+def _walk(operator: str) -> Callable:
+    def backward(ctx, grads):
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError("a kernel of a handle is differentiated with create_graph=True, and has no second derivative")
+        info: FlexSNInfo = _get(ctx.handle, "training_info")
+        saved = list(ctx.saved_tensors)
+        count = len(saved) - ctx.num_args
+        given = list(grads[: info.num_returns])
+        if all(g is None for g in given):
+            return None, [None] * ctx.num_args
+        found = getattr(torch.ops.flexsn, operator)(ctx.handle, given, saved[:count], saved[count:])
+        return None, [g if g.is_floating_point() else None for g in found]
+
+    return backward
+
+
+def _define(name: str, schema: str, run: Callable, fake: Callable, setup: Callable, backward: Callable) -> None:
+    _library.define(f"{name}{schema}", tags=_TAGS)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexsn::{name}", fake, lib=_library)
+    torch.library.register_autograd(f"flexsn::{name}", backward, setup_context=setup, lib=_library)
+
+
+_FORWARD = "(int handle, Tensor[] flat_args) -> Tensor[]"
+_BACKWARD = "(int handle, Tensor?[] grad_outputs, Tensor[] saved_tensors, Tensor[] input_templates) -> Tensor[]"
+_INFERENCE: dict[str, tuple[Callable, Callable]] = {
+    "flexsn_inductor_inference": (_inference, _fake("inference_info", final=False, saved=False)),
+    "flexsn_inductor_inference_final_state": (_inference_final_state, _fake("inference_final_state_info", final=True, saved=False)),
+}
+for _name, (_run, _shapes) in _INFERENCE.items():
+    _define(_name, _FORWARD, _run, _shapes, _not_differentiable, _no_backward)
+for _name, _run in (("flexsn_inductor_backward", _backward), ("flexsn_inductor_backward_final_state", _backward_final_state)):
+    _define(_name, _BACKWARD, _run, _fake_backward, _not_differentiable, _no_backward)
+_define("flexsn_inductor_training", _FORWARD, _training, _fake("training_info", final=False, saved=True),
+        _setup(False), _walk("flexsn_inductor_backward"))  # fmt: skip
+_define("flexsn_inductor_training_final_state", _FORWARD, _training_final_state, _fake("training_info", final=True, saved=True),
+        _setup(True), _walk("flexsn_inductor_backward_final_state"))  # fmt: skip
