@@ -257,3 +257,36 @@ def min_cut(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.Gra
 
 def load_aot() -> None:
     _aot()
+
+
+@functools.cache
+def lower_to_calls(functions: tuple[tuple[Any, Callable[..., Any]], ...], copy: Any) -> None:
+    """Tell Inductor how to lower operators.
+
+    Args:
+        functions: operators, each with the Python function that implements it. Generated Python calls the function,
+            as `torch.ops.<namespace>.call_<name>`: past PyTorch's dispatcher, which takes longer than a small kernel.
+        copy: an operator `copy(tensor)` that only CUDA graphs need; without them it is the tensor itself.
+    """
+    from torch._inductor import config  # 2.11, 2.13
+    from torch._inductor.lowering import fallback_handler, register_lowering  # 2.11, 2.13
+    from torch._inductor.virtualized import V  # 2.11, 2.13
+
+    def lowering(operator: Any, name: str) -> Callable[..., Any]:
+        opaque = fallback_handler(operator, add_to_fallback_set=False)
+
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            results = opaque(*args, **kwargs)
+            if results and not V.graph.cpp_wrapper:
+                kernel = results[0].data.data.inputs[0]  # TensorBox, StorageBox, MultiOutput, FallbackKernel
+                kernel.python_kernel_name = name
+            return results
+
+        return lower
+
+    for operator, function in functions:
+        namespace, packet = operator.namespace, operator._schema.name.split("::")[1]
+        setattr(getattr(torch.ops, namespace), f"call_{packet}", function)
+        register_lowering(operator, type_promotion_kind=None)(lowering(operator, f"torch.ops.{namespace}.call_{packet}"))
+    outside = fallback_handler(copy, add_to_fallback_set=False)
+    register_lowering(copy, type_promotion_kind=None)(lambda x: outside(x) if config.triton.cudagraphs else x)

@@ -21,7 +21,7 @@ from .capture import Meta
 from .errors import BackendUnavailableError, CannotFuseError, FlexSNError
 from .fallback import warn_once
 from .graph import HALF
-from .ops import choose_backend, text_of
+from .ops import KERNEL_FUNCTIONS, choose_backend, text_of
 from .record import Replay
 from .signature import Signature, core_name, positional_names, step_shape
 from .sizes import Sizes, settle_sizes
@@ -104,7 +104,8 @@ def register() -> bool:
 
 
 def ready() -> bool:
-    """`register`, while Dynamo traces."""
+    """`register`, while Dynamo traces; and Inductor is told how to lower the operators."""
+    _compat.lower_to_calls(KERNEL_FUNCTIONS, torch.ops.flexsn.carry.default)
     return register()
 
 

@@ -196,8 +196,12 @@ for _name, _real, _fake, _vmap in (
     ("backward", _backward, _fake_backward, _vmap_backward),
 ):
     LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the formula is in `doors.py`, around them
     torch.library.register_fake(f"flexsn::{_name}", _fake, lib=LIBRARY)
     torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
+
+
+KERNEL_FUNCTIONS = ((torch.ops.flexsn.forward.default, _forward), (torch.ops.flexsn.backward.default, _backward))
 
 
 # --- flexsn::carry --------------------------------------------------------------------------------------------------------------
@@ -208,7 +212,8 @@ torch.library.register_autograd("flexsn::carry", lambda ctx, grad: grad, lib=LIB
 
 
 def carry(state: Tensor) -> Tensor:
-    """A copy that no CUDA graph owns: a state that the next call takes, while that call's graph reuses its own memory."""
+    """A copy that no CUDA graph owns: a state that the next call takes, while that call's graph reuses its own memory.
+    Compiled without CUDA graphs it is the state itself."""
     return torch.ops.flexsn.carry(state)
 
 
