@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
 __all__ = [
     "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "current_device", "current_stream", "decomposition_table",
-    "disable_modes", "forward_ad_level", "functional_overload", "has_tangent", "quiet", "transformed",
+    "disable_modes", "forward_ad_level", "functional_overload", "has_tangent", "quiet", "scan_operator", "transformed",
+    "while_loop_stack_operator",
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
@@ -71,3 +72,21 @@ def current_device() -> int:
 def transformed() -> bool:
     """Whether `torch.func` or a dispatch mode is active: tensors may then lack memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.13
+
+
+def scan_operator() -> Callable[..., Any] | None:
+    """`scan(combine_fn, init, xs)`; imported on use, and None where PyTorch has none."""
+    try:
+        from torch._higher_order_ops.scan import scan  # 2.11, 2.13
+    except ImportError:
+        return None
+    return scan
+
+
+def while_loop_stack_operator() -> Callable[..., Any] | None:
+    """`while_loop(cond, body, carried, additional)` that gives all iterations' results, stacked; None where PyTorch has none."""
+    try:
+        from torch._higher_order_ops.while_loop import while_loop_stack_output_op  # 2.11, 2.13
+    except ImportError:
+        return None
+    return while_loop_stack_output_op

@@ -11,7 +11,7 @@ import pytest
 import flexsn
 
 PACKAGE = Path(flexsn.__file__).parent
-ORDER = ["signature", "capture", "graph", "plan", "render", "launch", "compile", "run", "scan", "module"]
+ORDER = ["signature", "capture", "graph", "plan", "render", "launch", "compile", "run", "loops", "scan", "module"]
 
 
 def imports(path, top_level_only=False):
