@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import _compat
 from .errors import (
+    DoubleBackwardError,
     FlexSNError,
     OperandCountError,
     OperandTypeError,
@@ -78,7 +79,7 @@ def lowerable_scan(
 
     Raises:
         ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
-        RuntimeError: this PyTorch has no `scan`; or training with a result that is not floating-point, which it refuses.
+        RuntimeError: this PyTorch has no `scan`; training with a result that is not floating-point; a second derivative.
     """
     return scan_operator(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
 
@@ -175,7 +176,15 @@ def scan_operator(
     # The operator wants at least one carry and one sequence.
     final, sequences = scan(body, init or [inputs[0].new_zeros(())], inputs)
     results = (*sequences[:num_outputs], *final[:num_states]) if states == "final" else sequences[: num_outputs + num_states]
+    if differentiable and not torch.compiler.is_compiling():  # compiled code refuses a second derivative by itself
+        for y in results:
+            y.register_hook(_first_order_only)
     return tuple(results)
+
+
+def _first_order_only(grad: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise DoubleBackwardError("PyTorch's `scan` gives wrong second derivatives", hint="Use `eager_scan`.")
 
 
 def _check_floating(results: Sequence[Tensor]) -> None:

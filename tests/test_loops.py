@@ -23,6 +23,7 @@ EVERY = pytest.mark.parametrize("name", ["eager", "scan", "while_loop"])
 OPERATORS = pytest.mark.parametrize("name", ["scan", "while_loop"])
 STATES = pytest.mark.parametrize("states", ["sequence", "final"])
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+SLOWLY_COMPILED = pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 
 pytestmark = [  # PyTorch's compiler warns about itself
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
@@ -267,9 +268,23 @@ def test_higher_order_gradients(states, case):
     assert torch.autograd.gradgradcheck(run, args)
 
 
+@pytest.mark.slow
 def test_numeric_gradients_of_scan():
     args = operands([(2, 2), (2,), (2,)], requires_grad=True, dtype=torch.float64)
     assert torch.autograd.gradcheck(runner("scan", "sequence", smooth, (1, 1, 1)), args)
+
+
+@STATES
+@SLOWLY_COMPILED
+def test_scan_refuses_second_derivatives(states, compiled):
+    """PyTorch's own are wrong: gradients of states and lifted tensors go missing."""
+    args = operands([(2, 2), (2,), (2,)], requires_grad=True)
+    results = runner("scan", states, smooth, (1, 1, 1), compiled)(*args)
+    total = sum(y.sum() for y in results)
+    torch.autograd.grad(total, args, retain_graph=True)
+    with pytest.raises(RuntimeError, match="double backward" if compiled else "wrong second derivatives"):
+        found = torch.autograd.grad(total, args, create_graph=True)
+        torch.autograd.grad(sum(g.square().sum() for g in found), args)
 
 
 SPIKES = [
@@ -290,7 +305,7 @@ def test_surrogates(name, spike):
 
 
 @pytest.mark.parametrize("name", ["eager", "scan"])
-@COMPILED
+@SLOWLY_COMPILED
 @pytest.mark.parametrize("which", ["input", "state", "closure", "module"])
 def test_gradients_of_some(name, compiled, which):
     """Of one operand only; the others, fresh states among them, do not require grad."""
@@ -408,7 +423,7 @@ def test_net_training(net):
 
 # --- dynamic T --------------------------------------------------------------------------------------------------------------
 class Compilations:
-    """Inductor, counted."""
+    """Inductor, and how often it ran."""
 
     def __init__(self):
         self.count = 0
@@ -422,16 +437,16 @@ class Compilations:
 @STATES
 @pytest.mark.slow
 def test_dynamic_length(name, states):
-    backend, v = Compilations(), torch.zeros(5)
+    backend, v = Compilations(), torch.zeros(6)
     run = torch.compile(lambda x, v: PUBLIC[name, states](lif, 1, 1, 1, x, v), fullgraph=True, dynamic=True, backend=backend)
     with torch.no_grad():
         for T in (5, 9, 3, 17):
-            x = torch.randn(T, 5) + 0.7
+            x = torch.randn(T, 6) + 0.7
             assert_same(run(x, v), by_hand(lif, (1, 1, 1), (x, v), states))
         assert backend.count == 1
         for T in (1, 0):
-            x = torch.randn(T, 5)
-            assert_same(run(x, v), loops.python_loop(lif, 1, 1, 1, x, v, output_template_specs=[((5,), x.dtype)], states=states))
+            x = torch.randn(T, 6)
+            assert_same(run(x, v), loops.python_loop(lif, 1, 1, 1, x, v, output_template_specs=[((6,), x.dtype)], states=states))
 
 
 @pytest.mark.slow
