@@ -175,6 +175,10 @@ def scan_operator(
 
     # The operator wants at least one carry and one sequence.
     final, sequences = scan(body, init or [inputs[0].new_zeros(())], inputs)
+    if differentiable and torch.compiler.is_compiling():
+        # In 2.13 Inductor's backward loop takes the memory of the final states' gradients, the caller's, for its own. Here it
+        # gets the memory of a copy that no simplification removes.
+        final = [-(-v) for v in final]
     results = (*sequences[:num_outputs], *final[:num_states]) if states == "final" else sequences[: num_outputs + num_states]
     if differentiable and not torch.compiler.is_compiling():  # compiled code refuses a second derivative by itself
         for y in results:

@@ -62,6 +62,13 @@ def recurrent(x, v, w):
     return v.relu(), v
 
 
+def crossed(x, v, a):
+    """States that are read first of all, so that a compiler may take their memory for later values."""
+    h = torch.tanh(v.softmax(-1) + x)
+    k = torch.tanh(a.softmax(-1) * h)
+    return torch.tanh(k.mT @ h), torch.tanh(h @ k), torch.tanh(k @ h)
+
+
 class Leaky(nn.Module):
     def __init__(self):
         super().__init__()
@@ -87,6 +94,7 @@ CASES = {  # core, counts, shapes of the operands
     "lifted": (smooth, (1, 1, 1), [(7, 5), (5,), (5,)]),
     "lifted scalar": (smooth, (1, 1, 1), [(7, 5), (5,), ()]),
     "recurrent": (recurrent, (1, 1, 1), [(7, 4, 5), (4, 5), (5, 5)]),
+    "crossed": (crossed, (1, 2, 1), [(6, 5, 5), (5, 5), (5, 5)]),
     "no states": (lambda x: x * 2, (1, 0, 1), [(7, 5)]),
     "no outputs": (lambda x, v: v * 0.5 + x, (1, 1, 0), [(7, 5), (5,)]),
     "neither": (lambda x: (), (1, 0, 0), [(7, 5)]),
@@ -135,13 +143,15 @@ def assert_same(got, want, exact=False):
 
 
 def assert_same_gradients(got, want, leaves):
-    """Gradients of all leaves for the same cotangents; None and zeros mean the same."""
+    """Gradients of all leaves for the same cotangents, which stay as they are; None and zeros mean the same."""
     cotangents = [torch.randn_like(y) for y in want]
+    before = [c.clone() for c in cotangents]
     grads = []
     for results in (got, want):
         pairs = [(y, c) for y, c in zip(results, cotangents, strict=True) if y.requires_grad]
         found = torch.autograd.grad([y for y, _ in pairs], leaves, [c for _, c in pairs], allow_unused=True)
         grads.append([torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)])
+    assert all(torch.equal(a, b) for a, b in zip(cotangents, before, strict=True)), "a cotangent was overwritten"
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
