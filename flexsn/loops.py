@@ -3,20 +3,31 @@
 All take `(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=None)`. `flat_args` are the input
 sequences `[T, *shape]`, then the initial states `[*shape]`, then lifted tensors, which go to every step as they are. The
 core is called `core_fn(*step_inputs, *states, *lifted)` and returns `(*outputs, *new_states)` as a tensor, tuple or list; it
-need not be elementwise. Results come as one tuple, contiguous, and share memory neither with arguments nor among each other.
+need not be elementwise. Results come as one tuple of contiguous tensors `[T, *shape]` (final states: `[*shape]`) that share
+memory neither with arguments nor with each other. `output_template_specs`, a `(shape, dtype)` or `(shape, dtype, device)` of
+one step per output, is needed for `T == 0`, when the core does not run; under `torch.compile` it may be left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from . import _compat
-from .errors import OperandCountError, OperandTypeError, SequenceLengthError, StateMismatchError
-from .signature import Signature, check_returns, core_name, make_signature
+from .errors import (
+    DoubleBackwardError,
+    FlexSNError,
+    OperandCountError,
+    OperandTypeError,
+    ReturnCountError,
+    ReturnTypeError,
+    SequenceLengthError,
+    StateMismatchError,
+)
+from .signature import core_name, make_signature
 
 __all__ = [
     "check_scan_arguments", "eager_scan", "eager_scan_final_state", "empty_results", "lowerable_scan", "lowerable_scan_available",
@@ -24,114 +35,120 @@ __all__ = [
     "lowerable_while_loop_scan_final_state", "python_loop", "scan_operator", "while_loop_operator",
 ]  # fmt: skip
 
-Specs = Sequence[tuple[Any, ...]] | None  # per output: (shape, dtype) or (shape, dtype, device)
+Core = Callable[..., Any]
+Specs = Sequence[tuple[Any, ...]] | None
 States = Literal["sequence", "final"]
 
 
-# --- what the three have in common --------------------------------------------------------------------------------------
-def check_scan_arguments(
-    core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, flat_args: Sequence[Tensor],
-    output_template_specs: Specs,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """Check the arguments of a scan and split them into input sequences, initial states and lifted tensors.
+# --- the public names -----------------------------------------------------------------------------------------------------
+def eager_scan(
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
+) -> tuple[Tensor, ...]:
+    """Run a core over T steps by a Python loop in plain PyTorch; gradients of any order.
+
+    Returns:
+        Output sequences `[T, *shape]`, then state sequences `[T, *shape]`.
 
     Raises:
-        ValueError: no input; fewer tensors than inputs + states; sequences that differ in T; a core that cannot take so many
-            arguments; `T == 0` without one spec per output. (Under Dynamo the core and the specs are not looked at.)
-        TypeError: an argument that is not a tensor.
+        ValueError: fewer tensors than inputs + states; no input; inputs that differ in T; a core that cannot take the
+            arguments, returns another number of values than outputs + states, or changes the shape or dtype of a state;
+            `T == 0` without one spec per output.
+        TypeError: an argument or a return value that is not a tensor.
     """
-    if num_inputs < 1 or num_states < 0 or num_outputs < 0:
-        raise OperandCountError(f"needs an input, and no negative counts: got {num_inputs}, {num_states}, {num_outputs}")
-    if len(flat_args) < num_inputs + num_states:
-        raise OperandCountError(f"{len(flat_args)} tensors for {num_inputs} inputs and {num_states} states")
-    for i, arg in enumerate(flat_args):
-        if not isinstance(arg, Tensor):
-            raise OperandTypeError(f"argument {i} of the scan must be a tensor, not {type(arg).__name__}")
-    inputs, rest = list(flat_args[:num_inputs]), list(flat_args[num_inputs:])
-    if any(x.dim() == 0 for x in inputs):
-        raise SequenceLengthError("an input is 0-dimensional; inputs are sequences of shape [T, *shape]")
-    if any(x.shape[0] != inputs[0].shape[0] for x in inputs):
-        raise SequenceLengthError(f"input sequences differ in T (dimension 0): {', '.join(str(x.shape[0]) for x in inputs)}")
-    if not torch.compiler.is_compiling():
-        make_signature(core_fn, num_inputs, num_states, len(flat_args) - num_inputs - num_states)
-        if inputs[0].shape[0] == 0 and num_outputs > 0:
-            _check_specs(output_template_specs, num_outputs)
-    return inputs, rest[:num_states], rest[num_states:]
+    return python_loop(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
 
 
-def _check_specs(specs: Specs, num_outputs: int) -> None:
-    given = [] if specs is None else list(specs)
-    if len(given) != num_outputs or any(len(spec) not in (2, 3) for spec in given):
-        raise OperandCountError(
-            f"T = 0 needs `output_template_specs`, a (shape, dtype) or (shape, dtype, device) per output: {num_outputs}, not {specs}"
-        )
+def eager_scan_final_state(
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
+) -> tuple[Tensor, ...]:
+    """`eager_scan` with final states `[*shape]` in place of state sequences."""
+    return python_loop(
+        core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs, states="final"
+    )
 
 
-def empty_results(
-    core_fn: Callable[..., Any], inputs: Sequence[Tensor], states: Sequence[Tensor], lifted: Sequence[Tensor], num_outputs: int,
-    output_template_specs: Specs, kind: States,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """What a scan over T == 0 steps returns. The core does not run: under Dynamo it is traced, for what no spec tells."""
-    specs = output_template_specs
-    if specs is None and num_outputs > 0:
-        run = _Step(core_fn, inputs, states, lifted, num_outputs)
-        specs = [(y.shape, y.dtype, y.device) for y in run([x.new_zeros(x.shape[1:]) for x in inputs], states)[:num_outputs]]
-    here = inputs[0].device
-    outputs = [torch.empty((0, *s[0]), dtype=s[1], device=s[2] if len(s) > 2 else here) for s in specs or ()]
-    if kind == "final":
-        return *outputs, *map(_fresh, states)
-    return *outputs, *(v.new_empty((0, *v.shape)) for v in states)
+def lowerable_scan(
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
+) -> tuple[Tensor, ...]:
+    """Run a core over T steps by PyTorch's `scan` operator: one loop in the graph of `torch.compile`, whatever T is.
+
+    Inference and training, inside and outside of `torch.compile`. In training every result must be floating-point.
+
+    Returns:
+        Output sequences `[T, *shape]`, then state sequences `[T, *shape]`.
+
+    Raises:
+        ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
+        RuntimeError: this PyTorch has no `scan`; training with a result that is not floating-point; a second derivative.
+    """
+    return scan_operator(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
 
 
-class _Step:
-    """The core at one step, its returns checked: `step(inputs, states)` gives a tuple of outputs and new states."""
-
-    def __init__(self, core_fn, inputs, states, lifted, num_outputs):
-        self.core, self.lifted, self.outputs = core_fn, lifted, num_outputs
-        self.sig = Signature(core_name(core_fn), len(inputs), len(states), len(lifted), ())
-
-    def __call__(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return check_returns(self.sig, self.core(*inputs, *states, *self.lifted), self.outputs)
-
-    def expand(self, states: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-        """States as they go into a step, in the shape in which they come out of it."""
-        for i, (before, after) in enumerate(zip(states, new, strict=True)):
-            dims = zip(reversed(before.shape), reversed(after.shape), strict=False)
-            if before.dtype != after.dtype or before.dim() > after.dim() or any(a not in (1, b) for a, b in dims):
-                raise StateMismatchError(
-                    f"state {i} goes in as {before.dtype}{list(before.shape)} and comes back as {after.dtype}{list(after.shape)}",
-                    core=self.sig.core, hint="A state keeps its shape and dtype from step to step.",
-                )  # fmt: skip
-        return [before.expand(after.shape) for before, after in zip(states, new, strict=True)]
+def lowerable_scan_final_state(
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
+) -> tuple[Tensor, ...]:
+    """`lowerable_scan` with final states `[*shape]` in place of state sequences."""
+    return scan_operator(
+        core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs, states="final"
+    )
 
 
-def _fresh(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
+def lowerable_while_loop_scan(
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
+) -> tuple[Tensor, ...]:
+    """Run a core over T steps by PyTorch's `while_loop` operator; inference only.
+
+    Returns:
+        Output sequences `[T, *shape]`, then state sequences `[T, *shape]`.
+
+    Raises:
+        ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
+        RuntimeError: this PyTorch has no `while_loop` that stacks results; or a result would require grad.
+    """
+    return while_loop_operator(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
+
+
+def lowerable_while_loop_scan_final_state(
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
+) -> tuple[Tensor, ...]:
+    """`lowerable_while_loop_scan` with final states `[*shape]` in place of state sequences."""
+    return while_loop_operator(
+        core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs, states="final"
+    )
+
+
+def lowerable_scan_available() -> bool:
+    """Whether this PyTorch has the `scan` operator."""
+    return _compat.scan_operator() is not None
+
+
+def lowerable_while_loop_available() -> bool:
+    """Whether this PyTorch has the `while_loop` operator that stacks results."""
+    return _compat.while_loop_stack_operator() is not None
 
 
 # --- a Python loop --------------------------------------------------------------------------------------------------------
 def python_loop(
-    core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`eager_scan`, or with `states="final"` `eager_scan_final_state`."""
     inputs, current, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, current, lifted, num_outputs, output_template_specs, states)
-    step = _Step(core_fn, inputs, current, lifted, num_outputs)
     rows = []
     for t in range(inputs[0].shape[0]):
-        returned = step([x[t] for x in inputs], current)
-        step.expand(current, returned[num_outputs:])
+        returned = _step(core_fn, [x[t] for x in inputs], current, lifted, num_outputs)
+        _as_returned(core_fn, current, returned[num_outputs:])
         current = list(returned[num_outputs:])
         rows.append(returned if states == "sequence" else returned[:num_outputs])
-    stacked = [torch.stack(row) for row in zip(*rows, strict=True)]
-    return (*stacked, *map(_fresh, current)) if states == "final" else tuple(stacked)
+    stacked = [torch.stack(row).contiguous() for row in zip(*rows, strict=True)]
+    return (*stacked, *[_fresh(v) for v in current]) if states == "final" else tuple(stacked)
 
 
-# --- PyTorch's scan operator ------------------------------------------------------------------------------------------------
+# --- PyTorch's scan operator ----------------------------------------------------------------------------------------------
 def scan_operator(
-    core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`lowerable_scan`, or with `states="final"` `lowerable_scan_final_state`."""
@@ -141,25 +158,56 @@ def scan_operator(
     inputs, first, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, first, lifted, num_outputs, output_template_specs, states)
-    step = _Step(core_fn, inputs, first, lifted, num_outputs)
-    template = step([x[0] for x in inputs], first)
-    init = [_fresh(v) for v in step.expand(first, template[num_outputs:])]
-    if not template:
-        return ()
-    carry = init or [inputs[0].new_zeros(())]  # the operator wants at least one
+    template = _step(core_fn, [x[0] for x in inputs], first, lifted, num_outputs)  # for shapes and errors: dead code once compiled
+    init = [_fresh(v) for v in _as_returned(core_fn, first, template[num_outputs:])]
+    differentiable = [y for y in template if y.requires_grad]
+    if differentiable:
+        _check_floating(template)
+        init = [_requiring_grad(v, differentiable[0]) for v in init]  # 2.11 drops gradients through a carry that starts without
 
     def body(carry, xs):
-        returned = step(xs, carry[:num_states])
-        kept = returned if states == "sequence" else returned[:num_outputs]
-        return [_fresh(v) for v in returned[num_outputs:]] or [carry[0] + 0], [_fresh(y) for y in kept] or [carry[0].new_zeros(())]
+        returned = [_fresh(y) for y in _step(core_fn, xs, carry[:num_states], lifted, num_outputs)]
+        if differentiable:
+            like = [y for y in returned if y.requires_grad][0]  # noqa: RUF015  Dynamo does not trace `next` over a generator here
+            returned = [_requiring_grad(y, like) for y in returned]
+        kept = [*returned[:num_outputs], *([_fresh(v) for v in returned[num_outputs:]] if states == "sequence" else [])]
+        return returned[num_outputs:] or [_fresh(carry[0])], kept or [carry[0].new_zeros(())]
 
-    final, sequences = scan(body, carry, inputs)
-    return (*sequences[:num_outputs], *final[:num_states]) if states == "final" else tuple(sequences)
+    # The operator wants at least one carry and one sequence.
+    final, sequences = scan(body, init or [inputs[0].new_zeros(())], inputs)
+    if differentiable and torch.compiler.is_compiling():
+        # In 2.13 Inductor's backward loop takes the memory of the final states' gradients, the caller's, for its own. Here it
+        # gets the memory of a copy that no simplification removes.
+        final = [v.neg().neg() for v in final]
+    results = (*sequences[:num_outputs], *final[:num_states]) if states == "final" else sequences[: num_outputs + num_states]
+    if differentiable and not torch.compiler.is_compiling():  # compiled code refuses a second derivative by itself
+        for y in results:
+            y.register_hook(_first_order_only)
+    return tuple(results)
 
 
-# --- PyTorch's while_loop operator --------------------------------------------------------------------------------------------
+def _first_order_only(grad: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise DoubleBackwardError("PyTorch's `scan` gives wrong second derivatives", hint="Use `eager_scan`.")
+
+
+def _check_floating(results: Sequence[Tensor]) -> None:
+    for i, y in enumerate(results):
+        if not (y.is_floating_point() or y.is_complex()):
+            raise RuntimeError(
+                f"PyTorch's `scan` cannot differentiate a core that returns {y.dtype} (return value {i}): "
+                "return it as floating-point, call under `torch.no_grad()`, or use `eager_scan`"
+            )
+
+
+def _requiring_grad(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor itself, or its value as a result that requires grad: `scan` differentiates all of its results or none."""
+    return tensor if tensor.requires_grad else tensor - like.flatten()[:0].sum().to(tensor.dtype)  # minus nothing
+
+
+# --- PyTorch's while_loop operator ----------------------------------------------------------------------------------------
 def while_loop_operator(
-    core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`lowerable_while_loop_scan`, or with `states="final"` `lowerable_while_loop_scan_final_state`."""
@@ -170,14 +218,13 @@ def while_loop_operator(
     T = inputs[0].shape[0]
     if T == 0:
         return empty_results(core_fn, inputs, first, lifted, num_outputs, output_template_specs, states)
-    step = _Step(core_fn, inputs, first, lifted, num_outputs)
-    template = step([x[0] for x in inputs], first)
+    template = _step(core_fn, [x[0] for x in inputs], first, lifted, num_outputs)  # for shapes and errors: dead code once compiled
     if any(y.requires_grad for y in template):
-        raise RuntimeError("PyTorch's `while_loop` has no gradient for this: call under `torch.no_grad()`, or use `lowerable_scan`")
+        raise RuntimeError("PyTorch's `while_loop` gives no gradients here: call under `torch.no_grad()`, or use `lowerable_scan`")
     if not template:
         return ()
     outputs = [torch.zeros_like(y, memory_format=torch.contiguous_format) for y in template[:num_outputs]]
-    init = [_fresh(v) for v in step.expand(first, template[num_outputs:])]
+    init = [_fresh(v) for v in _as_returned(core_fn, first, template[num_outputs:])]
 
     def unfinished(t, *carried):
         return t < T
@@ -186,12 +233,108 @@ def while_loop_operator(
         now = t.item()
         torch._check(now >= 0)
         torch._check(now < T)
-        returned = step([x.select(0, now) for x in inputs], carried[num_outputs:])
-        return t + 1, *[_fresh(y) for y in returned]
+        step_inputs = [x.select(0, now) for x in inputs]
+        return t + 1, *[_fresh(y) for y in _step(core_fn, step_inputs, carried[num_outputs:], lifted, num_outputs)]
 
-    _, *sequences = while_loop(unfinished, body, (torch.zeros((), dtype=torch.int64), *outputs, *init), ())
+    # The count stays on the CPU, so that the loop on another device need not be waited for.
+    _, *sequences = while_loop(unfinished, body, (torch.zeros((), dtype=torch.int64, device="cpu"), *outputs, *init), ())
     for y in sequences:
         torch._check(y.shape[0] == T)
     if states == "final":
-        return *sequences[:num_outputs], *(_fresh(v[-1]) for v in sequences[num_outputs:])
+        return *sequences[:num_outputs], *[_fresh(v[-1]) for v in sequences[num_outputs:]]
     return tuple(sequences)
+
+
+# --- what the three have in common ----------------------------------------------------------------------------------------
+def check_scan_arguments(
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, flat_args: Sequence[Tensor], output_template_specs: Specs
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Check the arguments of a scan and split them into input sequences, initial states and lifted tensors.
+
+    Raises:
+        ValueError: no input; fewer tensors than inputs + states; inputs that differ in T; a core that cannot take so many
+            arguments (not looked at under Dynamo); `T == 0` without one spec per output (under Dynamo they may be missing).
+        TypeError: an argument that is not a tensor.
+    """
+    tracing = torch.compiler.is_compiling()
+    if num_inputs < 1 or num_states < 0 or num_outputs < 0:
+        _refuse(OperandCountError, f"{num_inputs} inputs, {num_states} states, {num_outputs} outputs: at least one input is needed")
+    if len(flat_args) < num_inputs + num_states:
+        _refuse(OperandCountError, f"{len(flat_args)} tensors for {num_inputs} inputs and {num_states} states")
+    for i, arg in enumerate(flat_args):
+        if not isinstance(arg, Tensor):
+            _refuse(OperandTypeError, f"argument {i} must be a tensor, not {type(arg).__name__}")
+    inputs, rest = list(flat_args[:num_inputs]), list(flat_args[num_inputs:])
+    if any(x.dim() == 0 for x in inputs):
+        _refuse(SequenceLengthError, "an input is 0-dimensional; inputs are sequences of shape [T, *shape]")
+    lengths = [x.shape[0] for x in inputs]
+    if any(length != lengths[0] for length in lengths):
+        _refuse(SequenceLengthError, f"input sequences differ in T (dimension 0): {lengths}")
+    if not tracing:
+        make_signature(core_fn, num_inputs, num_states, len(rest) - num_states)
+    if lengths[0] == 0 and num_outputs > 0 and not (tracing and output_template_specs is None):
+        _check_specs(output_template_specs, num_outputs)
+    return inputs, rest[:num_states], rest[num_states:]
+
+
+def _check_specs(specs: Specs, num_outputs: int) -> None:
+    given = [] if specs is None else list(specs)
+    if len(given) != num_outputs or any(len(spec) not in (2, 3) for spec in given):
+        _refuse(
+            OperandCountError,
+            f"T = 0 needs one (shape, dtype) or (shape, dtype, device) per output in `output_template_specs`: {num_outputs}, not {specs}",
+        )
+
+
+def empty_results(
+    core_fn: Core, inputs: Sequence[Tensor], states: Sequence[Tensor], lifted: Sequence[Tensor], num_outputs: int,
+    output_template_specs: Specs, kind: States = "sequence",
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What a scan over T == 0 steps returns. The core does not run; without specs (under Dynamo) it is traced for its shapes."""
+    specs = output_template_specs
+    if specs is None and num_outputs > 0:
+        returned = _step(core_fn, [x.new_zeros(x.shape[1:]) for x in inputs], states, lifted, num_outputs)
+        specs = [(y.shape, y.dtype, y.device) for y in returned[:num_outputs]]
+    here = inputs[0].device
+    outputs = [torch.empty((0, *s[0]), dtype=s[1], device=s[2] if len(s) > 2 else here) for s in (specs or ())[:num_outputs]]
+    if kind == "final":
+        return *outputs, *[_fresh(v) for v in states]
+    return *outputs, *[v.new_empty((0, *v.shape)) for v in states]
+
+
+def _step(
+    core_fn: Core, inputs: Sequence[Tensor], states: Sequence[Tensor], lifted: Sequence[Tensor], num_outputs: int
+) -> tuple[Tensor, ...]:
+    """The core at one step: outputs, then new states."""
+    returned = core_fn(*inputs, *states, *lifted)
+    values = (returned,) if isinstance(returned, Tensor) else returned
+    if not isinstance(values, (tuple, list)) or not all(isinstance(y, Tensor) for y in values):
+        _refuse(ReturnTypeError, f"core `{core_name(core_fn)}` must return tensors")
+    if len(values) != num_outputs + len(states):
+        message = f"returned {len(values)} values, expected {num_outputs} outputs + {len(states)} states"
+        _refuse(ReturnCountError, f"core `{core_name(core_fn)}`: {message}")
+    return tuple(values)
+
+
+def _as_returned(core_fn: Core, states: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """States as they go into a step, expanded to the shape in which they come out of it."""
+    for i, (before, after) in enumerate(zip(states, new, strict=True)):
+        dims = zip(reversed(before.shape), reversed(after.shape), strict=False)
+        if before.dtype != after.dtype or before.dim() > after.dim() or any(a != b and a != 1 for a, b in dims):
+            message = f"state {i} goes in as {before.dtype}{list(before.shape)}, comes back as {after.dtype}{list(after.shape)}"
+            _refuse(StateMismatchError, f"core `{core_name(core_fn)}`: {message}")
+    return [before.expand(after.shape) for before, after in zip(states, new, strict=True)]
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A contiguous copy: the operators refuse results that share memory with operands or each other."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _refuse(kind: type[FlexSNError], message: str) -> NoReturn:
+    """Raise; under Dynamo as a builtin error, the only kind whose message it keeps."""
+    if not torch.compiler.is_compiling():
+        raise kind(message)
+    if issubclass(kind, TypeError):
+        raise TypeError(message)
+    raise ValueError(message)

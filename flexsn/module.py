@@ -55,7 +55,7 @@ class FlexSN(nn.Module):
         requires_grad: one flag per input and state: False cuts the graph at that operand. By default gradients go to
             whatever requires them.
         step_mode: `"m"`: calls take `[T, *shape]`; `"s"`: calls take one step `[*shape]`.
-        backend: `"auto"`, `"cpp"`, `"triton"` (also named `"inductor"`) or `"torch"` (the eager loop).
+        backend: `"auto"`, `"cpp"`, `"triton"` (also named `"inductor"`), `"torch"` (the eager loop) or `"hop"`; see `scan`.
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
         strict: make `"auto"` raise where it would fall back to the eager loop.
 
@@ -73,14 +73,14 @@ class FlexSN(nn.Module):
         num_inputs: int | None = None,
         num_states: int | None = None,
         num_outputs: int | None = None,
-        *,
-        params: Sequence[Tensor] = (),
         example_inputs: Sequence[Any] | None = None,
         example_outputs: Sequence[Tensor] | None = None,
         requires_grad: Sequence[bool] | None = None,
         step_mode: str = "m",
         backend: str = "auto",
         store_state_seqs: bool = False,
+        *,
+        params: Sequence[Tensor] = (),
         strict: bool = False,
     ):
         super().__init__()
@@ -264,6 +264,36 @@ class FlexSN(nn.Module):
     def extra_repr(self) -> str:
         numbers = f"{core_name(self.core)}, num_inputs={self.num_inputs}, num_states={self.num_states}"
         return f"{numbers}, step_mode={self.step_mode!r}, backend={self.backend!r}"
+
+
+class FlexSNKernel:
+    """A core as a stateless callable: `kernel(*input_seqs, *init_states) -> (*output_seqs, *state_seqs)`.
+
+    Sequences are `[T, *shape]`, initial states `[*shape]`; they may be left out, all or none, and are zeros then.
+
+    Args:
+        core, num_inputs, num_states, num_outputs, example_outputs, requires_grad, backend, strict: as those of `FlexSN`.
+
+    Raises:
+        OperandCountError: neither all states are given nor none; other errors are those of `flexsn.scan`.
+    """
+
+    def __init__(
+        self, core: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, example_inputs: Sequence[Any] | None = None,
+        example_outputs: Sequence[Tensor] | None = None, requires_grad: Sequence[bool] | None = None, backend: str = "auto", *,
+        strict: bool = False,
+    ):  # fmt: skip
+        self.neuron = FlexSN(
+            core, num_inputs, num_states, num_outputs, example_inputs, example_outputs, requires_grad, "m", backend, True, strict=strict
+        )
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        neuron = self.neuron
+        inputs, states = operands[: neuron.num_inputs], list(operands[neuron.num_inputs :])
+        if states and len(states) != neuron.num_states:
+            raise OperandCountError(f"was given {len(states)} of {neuron.num_states} states", core=core_name(neuron.core))
+        outputs, _, sequences = neuron.run(inputs, states or [None] * neuron.num_states)
+        return (*outputs, *sequences)
 
 
 def reset_net(model: nn.Module) -> None:

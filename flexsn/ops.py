@@ -51,7 +51,7 @@ def backend_of(device: torch.device) -> str:
 def choose_backend(wanted: str, device: torch.device, core: str, *, traced: bool) -> str:
     """The backend that runs a call; `traced` ones run on the device's own."""
     own = backend_of(device)
-    name = {"auto": own, "inductor": "triton"}.get(wanted, wanted)
+    name = {"auto": own, "hop": own, "inductor": "triton"}.get(wanted, wanted)
     refused = BACKENDS[name].refuses(device) if wanted != "auto" or device.type != "meta" else None  # there nothing runs
     if traced and refused is None and name != own:
         refused = f"backend {name!r} does not run on {device} in a traced call"

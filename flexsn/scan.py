@@ -31,7 +31,7 @@ from .reads import Reads
 from .signature import Signature, check_operands, core_name, make_signature, step_shape
 from .sizes import Sizes, settle_sizes
 
-BACKENDS = ("auto", "torch", "cpp", "triton", "inductor")
+BACKENDS = ("auto", "torch", "cpp", "triton", "inductor", "hop")
 
 
 class ScanResult(NamedTuple):
@@ -59,8 +59,8 @@ def scan(
         states: initial states, broadcastable to the step shape; None for zeros of the shape and dtype that `core` returns.
         params: tensors that go to every step unchanged. Tensors that `core` captures need not be listed.
         store_state_seqs: return the states of every step in place of the final ones.
-        backend: `"auto"`, `"cpp"` (fused, CPU), `"triton"` (fused, NVIDIA GPUs; also named `"inductor"`) or `"torch"` (the
-            eager loop).
+        backend: `"auto"`, `"cpp"` (fused, CPU), `"triton"` (fused, NVIDIA GPUs; also named `"inductor"`), `"torch"` (the
+            eager loop) or `"hop"` (the device's fused one, through the operator that compiled calls take).
         strict: make `"auto"` raise where it would fall back to the eager loop.
 
     Returns:
@@ -244,7 +244,8 @@ def _prepare(
         program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
         if differentiable:
             program.differentiate(core, captured)
-    return run.Call(program, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
+    kind = TracedCall if backend == "hop" else run.Call
+    return kind(program, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
 
 
 def _may_need_grad(tensor: Tensor | None) -> bool:

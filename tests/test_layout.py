@@ -12,21 +12,9 @@ import flexsn
 
 PACKAGE = Path(flexsn.__file__).parent
 ORDER = [
-    "signature",
-    "capture",
-    "graph",
-    "plan",
-    "render",
-    "launch",
-    "compile",
-    "run",
-    "scan",
-    "module",
-    "step",
-    "handles",
-    "handle",
-    "lowlevel",
-]
+    "signature", "capture", "blueprint", "graph", "plan", "render", "launch", "compile", "run", "ops", "doors", "loops", "scan", "hop",
+    "module", "step", "handles", "handle", "lowlevel",
+]  # fmt: skip
 
 
 def imports(path, top_level_only=False):
