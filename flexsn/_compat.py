@@ -25,6 +25,7 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "ProxyTorchDispatchMode",
+    "below_autograd",
     "current_device",
     "current_stream",
     "decomposition_table",
@@ -115,6 +116,11 @@ def functorch_active() -> bool:
     """Whether `torch.func` transforms are active (`grad`, `vmap`, `jvp`, ...) other than `functionalize`."""
     stack = torch._C._functorch.get_interpreter_stack() or ()  # 2.11, 2.13
     return any(level.key() != torch._C._functorch.TransformType.Functionalize for level in stack)
+
+
+def below_autograd() -> bool:
+    """Whether autograd has had its turn: inside the rule of an operator for what comes after it."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # 2.11, 2.13
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
