@@ -22,7 +22,6 @@ import flexsn
 from flexsn import FlexSN
 from flexsn.errors import BackendError, FallbackWarning, NotElementwiseError
 
-
 # PyTorch's own: Dynamo looks at `.grad` of every tensor that goes into a graph; its `scan` imports TorchScript
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated")
 
@@ -333,7 +332,7 @@ def test_a_changed_closure_variable_compiles_again():
         return v, v
 
     net, x = FlexSN(core, 1, 1), torch.randn(4, 3)
-    compiled, first = torch.compile(net, backend="aot_eager", fullgraph=True), None
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     first = run(compiled, x)[0][0]
     gain = 2.0
     assert torch.equal(run(compiled, x)[0][0], 2 * first)
@@ -479,12 +478,12 @@ def mixing(x, v):
 
 
 @pytest.mark.parametrize("T", [1, 6])
-def test_a_core_that_mixes_neurons_goes_through_pytorchs_scan(T):
+def test_a_core_that_mixes_neurons_goes_through_pytorchs_scan(T, monkeypatch):
+    monkeypatch.setattr(flexsn.fallback, "_warned", set())
     x, results = torch.randn(T, 3, 4), []
     for backend in ("auto", "torch"):
         net = FlexSN(mixing, 1, 1, backend=backend)
         if backend == "auto":
-            flexsn.fallback._warned.clear()
             with pytest.warns(FallbackWarning, match="PyTorch's own scan"):
                 results.append(run(torch.compile(net, backend="aot_eager", fullgraph=True), x))
         else:
