@@ -71,6 +71,7 @@ def parametrized_neuron():
     return neuron
 
 
+DECAY = nn.Parameter(torch.linspace(-1, 1, 8))
 NEURONS = {"module": module_neuron, "params": params_neuron, "closure": closure_neuron, "parametrized": parametrized_neuron}
 
 
@@ -417,6 +418,33 @@ def test_a_neuron_that_dynamo_leaves_alone():
 
     y = torch.compile(step, backend=counter)(x)
     assert torch.equal(y, run(net, x)[0][0]) and counter.frame_count <= 2
+
+
+def test_a_transform_inside_a_compiled_function_runs_as_it_is():
+    def gradients(w, x):
+        scanned = torch.func.grad(lambda w, x: flexsn.scan(plif, (x,), (None,), (w,)).outputs[0].sum())
+        return torch.func.vmap(scanned, (None, 1))(w, x)
+
+    w, x = torch.rand(8), torch.randn(5, 3, 8)
+    torch.testing.assert_close(torch.compile(gradients, backend="aot_eager")(w, x), gradients(w, x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\.func"):
+        torch.compile(gradients, backend="aot_eager", fullgraph=True)(w, x)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "attribute", "global"])
+def test_places_of_captured_tensors(kind):
+    """A copy of the net uses its own tensors, wherever the core keeps the first ones."""
+    held = {"list": [nn.Parameter(torch.rand(8))], "dict": {"w": nn.Parameter(torch.rand(8))}, "attribute": Plif(8), "global": None}[kind]
+    read = {"list": lambda: held[0], "dict": lambda: held["w"], "attribute": lambda: held.w, "global": lambda: DECAY}[kind]
+    net = nn.Sequential(FlexSN(lambda x, v: plif(x, v, read()), 1, 1))
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        next(twin.parameters()).sub_(2.0)
+    x = torch.randn(6, 3, 8)
+    for each in (net, twin):
+        assert_compiles(each, (x,))
+    assert not torch.equal(net[0].states[0], twin[0].states[0])
 
 
 @pytest.mark.parametrize("backend", ["triton", "inductor"])
