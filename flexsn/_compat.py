@@ -95,6 +95,11 @@ def functorch_active() -> bool:
     return any(level.key() != torch._C._functorch.TransformType.Functionalize for level in stack)
 
 
+def below_autograd() -> bool:
+    """Whether autograd has had its turn: inside the rule of an operator for what comes after it."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # 2.11, 2.13
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Not wrapped by a functorch transform, not fake, not functional: its memory can be read."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.device.type == "meta":

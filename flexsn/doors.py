@@ -24,7 +24,7 @@ Tensors = Sequence[Tensor | None]
 
 def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Final states, state sequences (if asked for) and outputs of a call."""
-    if isinstance(call, TracedCall) and not _compat.functorch_active():
+    if isinstance(call, TracedCall) and not (_compat.functorch_active() or _compat.below_autograd()):
         results = _by_operator(call, tensors)
     elif call.differentiable:
         results = list((_Traced if isinstance(call, TracedCall) else _Eager).apply(call, *tensors))

@@ -123,6 +123,7 @@ def _inlined_variable(dynamo: Any, name: str, written: Callable) -> type:
 
 
 def _core_scan_variable(dynamo: Any) -> type:
+    from torch._dynamo.exc import Unsupported
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.builder import wrap_fx_proxy
 
@@ -132,6 +133,8 @@ def _core_scan_variable(dynamo: Any) -> type:
         _HOP_NAME = "flexsn.scan"
 
         def _call_function(self, tx, args, kwargs):
+            if _compat.functorch_active():
+                raise Unsupported("a core under a `torch.func` transform: the transform runs uncompiled")
             args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
             core, owner, inputs, states, params, *flags = args
             sequences, num_outputs, backend, strict = (f.as_python_constant() for f in flags)

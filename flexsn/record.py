@@ -59,6 +59,7 @@ _LINEAR: dict[str, int] = {
     "aten::cat": 9, "aten::cumsum": 1, "aten::constant_pad_nd": 1, "aten::roll": 1, "aten::repeat": 1, "aten::gather": 1,
     "aten::scatter_add": 2, "aten::index_put": 2, "aten::_unsafe_index_put": 2, "aten::index_add": 2,
     "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
+    "aten::_weight_norm_interface_backward": 1,
 }  # fmt: skip
 
 # Identity on a step tensor if the shape stays: layout and autograd bookkeeping.

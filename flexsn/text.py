@@ -111,16 +111,20 @@ def read(text: str, device: torch.device) -> Blueprint:
         ProgramTextError: the text was not written by this version of flexsn, or names an operator that is not loaded.
     """
     try:
-        data = json.loads(text)
-        if data["format"] != FORMAT:
-            raise ProgramTextError(f"its format is version {data['format']}; this flexsn reads version {FORMAT}")
-        inputs, states, params = data["counts"]
-        sig = Signature(data["core"], inputs, states, params, tuple(data["names"]))
-        metas, outputs = [_read_meta(m) for m in data["metas"]], tuple(_read_meta(m) for m in data["outputs"])
-        forward, vjp = (_read_trace(data[k], device) if data[k] else None for k in ("forward", "vjp"))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _read(json.loads(text), device)
+    except ProgramTextError:
+        raise
+    except Exception as error:  # whatever a text that `write` did not write leads to
         raise ProgramTextError(f"{type(error).__name__}: {error}") from error
-    assert forward is not None
+
+
+def _read(data: dict[str, Any], device: torch.device) -> Blueprint:
+    if data["format"] != FORMAT:
+        raise ProgramTextError(f"its format is version {data['format']}; this flexsn reads version {FORMAT}")
+    inputs, states, params = data["counts"]
+    sig = Signature(data["core"], inputs, states, params, tuple(data["names"]))
+    metas, outputs = [_read_meta(m) for m in data["metas"]], tuple(_read_meta(m) for m in data["outputs"])
+    forward, vjp = _read_trace(data["forward"], device), _read_trace(data["vjp"], device) if data["vjp"] else None
     return Blueprint(sig, metas, outputs, tuple(data["step"]), frozenset(data["free_dims"]), forward, vjp, tuple(data["captured"]))
 
 

@@ -22,7 +22,6 @@ import flexsn
 from flexsn import FlexSN
 from flexsn.errors import BackendError, FallbackWarning, NotElementwiseError
 
-
 # PyTorch's own: Dynamo looks at `.grad` of every tensor that goes into a graph; its `scan` imports TorchScript
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated")
 
@@ -72,6 +71,7 @@ def parametrized_neuron():
     return neuron
 
 
+DECAY = nn.Parameter(torch.linspace(-1, 1, 8))
 NEURONS = {"module": module_neuron, "params": params_neuron, "closure": closure_neuron, "parametrized": parametrized_neuron}
 
 
@@ -333,7 +333,7 @@ def test_a_changed_closure_variable_compiles_again():
         return v, v
 
     net, x = FlexSN(core, 1, 1), torch.randn(4, 3)
-    compiled, first = torch.compile(net, backend="aot_eager", fullgraph=True), None
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     first = run(compiled, x)[0][0]
     gain = 2.0
     assert torch.equal(run(compiled, x)[0][0], 2 * first)
@@ -420,6 +420,33 @@ def test_a_neuron_that_dynamo_leaves_alone():
     assert torch.equal(y, run(net, x)[0][0]) and counter.frame_count <= 2
 
 
+def test_a_transform_inside_a_compiled_function_runs_as_it_is():
+    def gradients(w, x):
+        scanned = torch.func.grad(lambda w, x: flexsn.scan(plif, (x,), (None,), (w,)).outputs[0].sum())
+        return torch.func.vmap(scanned, (None, 1))(w, x)
+
+    w, x = torch.rand(8), torch.randn(5, 3, 8)
+    torch.testing.assert_close(torch.compile(gradients, backend="aot_eager")(w, x), gradients(w, x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\.func"):
+        torch.compile(gradients, backend="aot_eager", fullgraph=True)(w, x)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "attribute", "global"])
+def test_places_of_captured_tensors(kind):
+    """A copy of the net uses its own tensors, wherever the core keeps the first ones."""
+    held = {"list": [nn.Parameter(torch.rand(8))], "dict": {"w": nn.Parameter(torch.rand(8))}, "attribute": Plif(8), "global": None}[kind]
+    read = {"list": lambda: held[0], "dict": lambda: held["w"], "attribute": lambda: held.w, "global": lambda: DECAY}[kind]
+    net = nn.Sequential(FlexSN(lambda x, v: plif(x, v, read()), 1, 1))
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        next(twin.parameters()).sub_(2.0)
+    x = torch.randn(6, 3, 8)
+    for each in (net, twin):
+        assert_compiles(each, (x,))
+    assert not torch.equal(net[0].states[0], twin[0].states[0])
+
+
 @pytest.mark.parametrize("backend", ["triton", "inductor"])
 def test_a_named_backend_is_not_replaced(backend):
     net = FlexSN(relu_mem, 1, 1, backend=backend)
@@ -479,12 +506,12 @@ def mixing(x, v):
 
 
 @pytest.mark.parametrize("T", [1, 6])
-def test_a_core_that_mixes_neurons_goes_through_pytorchs_scan(T):
+def test_a_core_that_mixes_neurons_goes_through_pytorchs_scan(T, monkeypatch):
+    monkeypatch.setattr(flexsn.fallback, "_warned", set())
     x, results = torch.randn(T, 3, 4), []
     for backend in ("auto", "torch"):
         net = FlexSN(mixing, 1, 1, backend=backend)
         if backend == "auto":
-            flexsn.fallback._warned.clear()
             with pytest.warns(FallbackWarning, match="PyTorch's own scan"):
                 results.append(run(torch.compile(net, backend="aot_eager", fullgraph=True), x))
         else:

@@ -3,11 +3,17 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from cores import adlif, leaky, lif, relu_mem
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flexsn
 from flexsn import FlexSN
@@ -319,3 +325,122 @@ def test_a_network_trains():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.6 * losses[0]
+
+
+# --- copies, hooks, threads, processes ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [module_neuron, lambda: nn.Sequential(nn.Linear(4, 4), param_neuron())])
+def test_a_whole_module_in_another_process(make, tmp_path):
+    net, x = make(), torch.randn(5, 4)
+    want = net(x)
+    flexsn.reset_net(net)
+    torch.save((net, x, want.detach()), tmp_path / "net.pt")
+    code = f"import torch; net, x, want = torch.load({str(tmp_path / 'net.pt')!r}, weights_only=False); assert torch.equal(net(x), want)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_averaged_models(make):
+    """An EMA copy, made from the net and run on its own."""
+    net, x = nn.Sequential(nn.Linear(4, 4), make()), torch.randn(5, 4)
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    before = [p.detach().clone() for p in net.parameters()]
+    average.update_parameters(net)  # the first time copies
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(1.0)
+    average.update_parameters(net)
+    for p, old in zip(average.module.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), old + 0.5)
+    got = average(x)
+    flexsn.reset_net(average)
+    average.module[1].backend = "torch"
+    torch.testing.assert_close(got, average(x))
+    assert not torch.equal(got, net(x))
+
+
+@pytest.mark.parametrize(("make", "holder", "name"), [(module_neuron, "core", "w"), (param_neuron, "params", "decay")])
+def test_parametrized_parameters(make, holder, name):
+    class Halved(nn.Module):
+        def forward(self, w):
+            return 0.5 * w
+
+    net, x = make(), torch.randn(5, 4)
+    parametrize.register_parametrization(getattr(net, holder), name, Halved())
+    got = net(x)
+    got.sum().backward()
+    net.reset()
+    torch.testing.assert_close(got, eager(net, x))
+    (original,) = net.parameters()
+    assert original.grad is not None and original.grad.any()
+    parametrize.remove_parametrizations(getattr(net, holder), name)
+    net.reset()
+    assert torch.equal(net(x), got)
+
+
+def test_weight_norm_of_a_module_core():
+    net, x = FlexSN(nn.utils.parametrizations.weight_norm(Core(), "w"), 1, 1).double(), torch.randn(5, 4, dtype=f64)
+    grads = []
+    for backend in ("cpp", "torch"):
+        net.backend = backend
+        net.reset()
+        grads.append(torch.autograd.grad(net(x).square().sum(), list(net.parameters())))
+    assert len(grads[0]) == 2
+    for fused, looped in zip(*grads, strict=True):
+        torch.testing.assert_close(fused, looped)
+
+
+def test_hooks_around_a_call():
+    net, x, seen = module_neuron(), torch.randn(5, 4, requires_grad=True), []
+    net.register_forward_pre_hook(lambda module, args: (2.0 * args[0],))
+    net.register_forward_hook(lambda module, args, y: seen.append(torch.equal(args[0], 2.0 * x)) or y + 1.0)
+    net.register_full_backward_hook(lambda module, gx, gy: seen.append(tuple(gx[0].shape)))
+    y = net(x)
+    y.sum().backward()
+    assert torch.equal(y, FlexSN(net.core, 1, 1, backend="torch")(2.0 * x) + 1.0) and seen == [True, (5, 4)]
+
+
+def test_threads_that_run_copies_of_one_closure():
+    """Each copy sees its own tensors, whoever else runs; the closure itself is shared."""
+    net, x = closure_neuron()[0], torch.randn(6, 4)
+    twins = [copy.deepcopy(net) for _ in range(6)]
+    for i, twin in enumerate(twins):
+        with torch.no_grad():
+            twin.captured.w.fill_(0.1 * i)
+    want = [eager(twin, x).detach() for twin in twins]
+
+    def run(i):
+        got = []
+        for _ in range(20):
+            twins[i].reset()
+            got.append(torch.equal(twins[i](x), want[i]))
+            twins[i](x).sum().backward()
+        return all(got)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(run, range(6)))
+
+
+class Spikes(torch.utils.data.Dataset):
+    """Samples encoded by a neuron, in the workers of a loader."""
+
+    def __init__(self):
+        self.neuron = module_neuron()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        self.neuron.reset()
+        with torch.no_grad():
+            return self.neuron(torch.full((5, 4), float(i)))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_workers_of_a_loader(start):
+    data = Spikes()
+    want = torch.stack([data[i] for i in range(4)])
+    loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=start)
+    (got,) = list(loader)
+    assert torch.equal(got, want)

@@ -1,0 +1,276 @@
+"""`flex_sn_scan`: eager, traced (`make_fx`, AOT), compiled; one node per direction for any T."""
+
+import functools
+
+import pytest
+import torch
+from cores import adlif, leaky, lif, plif
+from functorch.compile import aot_function, make_boxed_func
+from helpers import GRAD_TOLERANCE
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import flexsn
+from flexsn.errors import FallbackWarning
+from flexsn.hop import dynamo_hop_available, flex_sn_scan
+from flexsn.loops import python_loop
+
+# PyTorch's own scan imports TorchScript
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+f64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def untold(monkeypatch):
+    """No fallback has been told of yet."""
+    monkeypatch.setattr(flexsn.fallback, "_warned", set())
+
+
+def smooth(x, v, w):
+    v = torch.sigmoid(w) * v + torch.tanh(x)
+    return v * v, v
+
+
+def mixing(x, v):
+    v = 0.5 * v + x
+    return v - v.mean(), v
+
+
+def operands(T=7, dtype=f64, grad=True):
+    return [torch.randn(*shape, dtype=dtype, requires_grad=grad) for shape in ((T, 3, 6), (3, 6), (6,))]
+
+
+def assert_same(got, want):
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def assert_as_the_loop(call, counts, core, args):
+    """Values and gradients of `call(core, *counts, *args)`."""
+    found = []
+    for scan in (call, python_loop):
+        leaves = [a.detach().requires_grad_() for a in args]
+        values = scan(core, *counts, *leaves)
+        grads = torch.autograd.grad([y for y in values if y.requires_grad], leaves, [torch.ones_like(y) for y in values if y.requires_grad])
+        found.append(([y.detach() for y in values], grads))
+    assert_same(found[0][0], found[1][0])
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(a, b, rtol=GRAD_TOLERANCE[a.dtype], atol=GRAD_TOLERANCE[a.dtype])
+
+
+def compiled(core, *rest):
+    """`flex_sn_scan` compiled whole."""
+    return torch.compile(lambda *rest: flex_sn_scan(core, *rest), backend="aot_eager", fullgraph=True)(*rest)
+
+
+CASES = {
+    "lifted": (smooth, (1, 1, 1), [(7, 3, 4), (3, 4), (4,)]),
+    "spikes": (lif, (1, 1, 1), [(7, 3, 4), (3, 4), (), ()]),
+    "two of each": (adlif, (2, 2, 2), [(7, 4), (7, 4), (4,), (4,), (), (4,)]),
+    "no state": (lambda x, w: x * w, (1, 0, 1), [(7, 4), (4,)]),
+    "one step": (smooth, (1, 1, 1), [(1, 3, 4), (3, 4), (4,)]),
+}
+
+
+@pytest.mark.parametrize("call", [flex_sn_scan, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_values_and_gradients(case, call):
+    core, counts, shapes = case
+    assert_as_the_loop(call, counts, core, [torch.randn(shape) for shape in shapes])
+
+
+def test_gradcheck():
+    assert torch.autograd.gradcheck(lambda *a: flex_sn_scan(smooth, 1, 1, 1, *a), operands(5))
+
+
+def test_results_are_contiguous_and_share_no_memory():
+    x, v, w = operands(grad=False)
+    results = flex_sn_scan(lambda x, v, w: (x, v), 1, 1, 1, x.transpose(1, 2).contiguous().transpose(1, 2), v, w)
+    assert all(y.is_contiguous() for y in results) and torch.equal(results[0], x) and torch.equal(results[1][-1], v)
+    assert len({t.untyped_storage().data_ptr() for t in (x, v, w, *results)}) == 5
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------------------------
+def names(graph):
+    return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_trace_for_inference_holds_the_operator(mode):
+    args = operands(grad=False)
+    traced = make_fx(lambda *a: flex_sn_scan(smooth, 1, 1, 1, *a), tracing_mode=mode)(*args)
+    (node,) = [n for n in traced.graph.nodes if n.target is flex_sn_scan]
+    body = getattr(traced, node.args[0].target)
+    assert node.args[1:4] == (1, 1, 1) and {"aten.tanh.default", "aten.sigmoid.default"} <= set(names(body.graph))
+    assert_same(traced(*args), flex_sn_scan(smooth, 1, 1, 1, *args))
+    if mode == "symbolic":
+        longer = operands(33, grad=False)
+        assert_same(traced(*longer), flex_sn_scan(smooth, 1, 1, 1, *longer))
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_a_trace_for_training_holds_one_kernel_per_direction(mode):
+    def gradients(*args):
+        leaves = [a.detach().requires_grad_() for a in args]
+        return torch.autograd.grad([y.sum() for y in flex_sn_scan(smooth, 1, 1, 1, *leaves)], leaves)
+
+    found = []
+    for T in (4, 400):
+        args = operands(T, grad=False)
+        traced = make_fx(gradients, tracing_mode=mode)(*args)
+        found.append(names(traced.graph))
+        assert_same(traced(*args), gradients(*args))
+    for nodes in found:
+        assert nodes.count("flexsn.forward.default") == nodes.count("flexsn.backward.default") == 1
+    assert len(found[0]) == len(found[1])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_aot_function(grad):
+    graphs = []
+
+    def keep(graph, example_inputs):
+        graphs.append(names(graph.graph))
+        return make_boxed_func(graph.forward)
+
+    args = operands(grad=grad)
+    values = aot_function(lambda *a: flex_sn_scan(smooth, 1, 1, 1, *a), fw_compiler=keep, bw_compiler=keep)(*args)
+    want = flex_sn_scan(smooth, 1, 1, 1, *args)
+    assert_same(values, want)
+    assert graphs[0].count("flexsn.forward.default") == 1
+    if grad:
+        assert_same(*(torch.autograd.grad(sum(y.sum() for y in each), args) for each in (values, want)))
+        assert graphs[1].count("flexsn.backward.default") == 1
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------------------------
+def test_dynamo_takes_it():
+    assert dynamo_hop_available() is True
+
+
+class Core(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(4))
+
+    def forward(self, x, v):
+        return plif(x, v, self.w)
+
+    def other(self, x, v):
+        return plif(2.0 * x, v, self.w)
+
+
+def closure(w):
+    def core(x, v):
+        return plif(x, v, w)
+
+    return core
+
+
+KINDS = {
+    "closure": lambda core: closure(core.w),
+    "bound method": lambda core: core.other,
+    "partial": lambda core: functools.partial(plif, w=core.w),
+    "module": lambda core: core,
+    "lambda": lambda core: lambda x, v: plif(x, v, core.w),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_kinds_of_cores_compile_whole(kind):
+    owner, x = Core(), torch.randn(7, 3, 4)
+    core, counter, found = kind(owner), CompileCounterWithBackend("aot_eager"), []
+
+    def call(x):
+        return flex_sn_scan(core, 1, 1, 1, x, x.new_zeros(3, 4))
+
+    for run in (torch.compile(call, backend=counter, fullgraph=True), call):
+        values = run(x)
+        found.append([*values, *torch.autograd.grad(values[0].sum(), owner.w)])
+    assert counter.frame_count == 1
+    assert_same(*found)
+
+
+def test_dynamic_lengths_compile_once():
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lambda *a: flex_sn_scan(smooth, 1, 1, 1, *a), backend=counter, fullgraph=True, dynamic=True)
+    for T in (5, 17, 100):
+        args = operands(T)
+        assert_same(call(*args), flex_sn_scan(smooth, 1, 1, 1, *args))
+    assert counter.frame_count == 1
+
+
+# --- no steps ----------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("call", [flex_sn_scan, compiled], ids=["eager", "compiled"])
+def test_zero_steps(call):
+    x, v, w = operands(0, grad=False)
+    specs = [((3, 4, 2), torch.float16)]
+    scan = functools.partial(flex_sn_scan, output_template_specs=specs)
+    y, states = (
+        scan(smooth, 1, 1, 1, x, v, w)
+        if call is flex_sn_scan
+        else torch.compile(scan, backend="eager", fullgraph=True)(smooth, 1, 1, 1, x, v, w)
+    )
+    assert y.shape == (0, 3, 4, 2) and y.dtype is torch.float16 and states.shape == (0, 3, 6) and states.dtype is f64
+
+
+def test_zero_steps_compiled_need_no_specs():
+    y, states = compiled(smooth, 1, 1, 1, *operands(0, grad=False))
+    assert y.shape == states.shape == (0, 3, 6)
+
+
+def test_zero_steps_do_not_run_the_core():
+    def core(x, v):
+        raise AssertionError
+
+    x, v, _ = operands(0, grad=False)
+    y, _ = flex_sn_scan(core, 1, 1, 1, x, v, output_template_specs=[((2,), torch.bool)])
+    assert y.shape == (0, 2) and y.dtype is torch.bool
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------------------------------
+MISTAKES = {
+    "no input": (0, 1, 1, lambda: [torch.ones(3)]),
+    "too few tensors": (1, 1, 1, lambda: [torch.ones(5, 3)]),
+    "sequences of different lengths": (2, 0, 1, lambda: [torch.ones(5, 3), torch.ones(4, 3)]),
+    "more tensors than the core takes": (1, 1, 1, lambda: [torch.ones(5, 3), *[torch.ones(3)] * 3]),
+    "another number of returns": (1, 1, 2, lambda: [torch.ones(5, 3), torch.ones(3), torch.ones(3)]),
+    "no specs for no steps": (1, 1, 1, lambda: [torch.ones(0, 3), torch.ones(3), torch.ones(3)]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_value_errors(mistake):
+    *counts, args = mistake
+    with pytest.raises(ValueError):
+        flex_sn_scan(leaky, *counts, *args())
+
+
+def test_specs_of_the_wrong_number():
+    with pytest.raises(ValueError, match="output_template_specs"):
+        flex_sn_scan(leaky, 1, 1, 1, torch.ones(0, 3), torch.ones(3), torch.ones(3), output_template_specs=[])
+
+
+# --- a core that no kernel expresses --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("call", [flex_sn_scan, compiled], ids=["eager", "compiled"])
+def test_a_core_that_mixes_neurons(call, untold):
+    x, v, _ = operands(grad=False)
+    with pytest.warns(FallbackWarning, match="mean"):
+        assert_as_the_loop(call, (1, 1, 1), mixing, [x, v])
+
+
+def test_a_core_that_mixes_neurons_in_a_trace(untold):
+    x, v, _ = operands(grad=False)
+    with pytest.warns(FallbackWarning, match="PyTorch's own scan"):
+        traced = make_fx(lambda x, v: flex_sn_scan(mixing, 1, 1, 1, x, v), tracing_mode="fake")(x, v)
+    with pytest.warns(FallbackWarning, match="the eager loop"):
+        assert_same(traced(x, v), python_loop(mixing, 1, 1, 1, x, v))
