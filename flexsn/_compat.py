@@ -34,9 +34,12 @@ __all__ = [
     "has_tangent",
     "is_plain",
     "is_symbolic",
+    "memory_of",
     "no_modes",
+    "no_saved_tensor_hooks",
     "quiet",
     "record_call",
+    "scan_node",
     "scan_operator",
     "symbol",
     "trace_body",
@@ -113,7 +116,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Not wrapped by a functorch transform, not fake, not functional: its memory can be read."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.device.type == "meta":
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # 2.11, 2.13
+    functorch = torch._C._functorch  # 2.11, 2.13
+    while functorch.is_gradtrackingtensor(tensor) and not functorch_active():  # of a `grad` that has ended: ops look inside
+        tensor = functorch.get_unwrapped(tensor)
+    return not functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones too."""
+    return tensor.untyped_storage()._cdata  # 2.11, 2.13
 
 
 def is_symbolic(size: Any) -> bool:
@@ -142,6 +153,13 @@ def no_modes() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
+    """While inside, no hooks of the caller see what autograd saves; `torch.func.grad` has disabled them anyway."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]  # 2.11, 2.13
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 def trace_body(core: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
@@ -175,6 +193,13 @@ def scan_operator() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return scan
+
+
+def scan_node() -> Callable[..., Any]:
+    """`scan(combine_fn, init, xs, additional_inputs)` on flat lists of tensors, as a trace records it."""
+    from torch._higher_order_ops.scan import scan_op  # 2.11, 2.13
+
+    return scan_op
 
 
 def while_loop_stack_operator() -> Callable[..., Any] | None:

@@ -72,7 +72,7 @@ def _undisturbed() -> Iterator[None]:
     anomaly = torch.is_anomaly_enabled()
     torch.autograd.set_detect_anomaly(False)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with _compat.no_saved_tensor_hooks():
             yield
     finally:
         torch.autograd.set_detect_anomaly(anomaly, torch.is_anomaly_check_nan_enabled())

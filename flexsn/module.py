@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .dynamo import exporting, refuse_carried
 from .errors import BackendError, OperandCountError, ReturnCountError
 from .ops import carry
 from .reads import Reads, lock, module_tensors
@@ -105,7 +106,7 @@ class FlexSN(nn.Module):
                 core=core_name(core),
             )
         self.step_mode, self.backend, self.store_state_seqs, self.strict = step_mode, backend, store_state_seqs, strict
-        self.states: list[Tensor] | None = None
+        self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
         self.state_seqs: list[Tensor] | None = None
         self.captured: _Tensors | None = None
         self._reads: Any = None
@@ -194,6 +195,8 @@ class FlexSN(nn.Module):
                 "are inputs. Tensors that go to every step unchanged are listed in `params=`.",
             )  # fmt: skip
         states = self.init_states(self.num_states, self.step_mode, *inputs) if self.states is None else self.states
+        if states is self.states and type(states) is list and exporting():
+            refuse_carried(core_name(self.core))
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         if self.example_outputs is not None and inputs[0].shape[0] == 0:
@@ -210,11 +213,12 @@ class FlexSN(nn.Module):
         }  # fmt: skip
         if torch.compiler.is_dynamo_compiling():
             finals, sequences, outputs = compile_core(self.core, self, inputs, tuple(states), params, **flags)
-            self.states = [carry(v) if v.is_cuda else v for v in finals]
+            finals = [carry(v) if v.is_cuda else v for v in finals]
+            self.states = tuple(finals) if exporting() else finals
             self.state_seqs = sequences if self.store_state_seqs else None
         else:
             finals, sequences, outputs = run_core(self.core, *self.look(), inputs, tuple(states), params, **flags)
-            self._carry(finals, sequences if self.store_state_seqs else None)
+            self._carry(tuple(finals) if exporting() else finals, sequences if self.store_state_seqs else None)
         if not outputs:
             raise ReturnCountError("returned states only; at least one output is needed", core=core_name(self.core))
         if self.step_mode == "s":
@@ -225,7 +229,7 @@ class FlexSN(nn.Module):
         """Forget the carried states; the next call starts from `init_states`."""
         self._carry(None, None)
 
-    def _carry(self, states: list[Tensor] | None, sequences: list[Tensor] | None) -> None:
+    def _carry(self, states: Sequence[Tensor] | None, sequences: list[Tensor] | None) -> None:
         """Past `nn.Module.__setattr__`, which looks for parameters and takes microseconds."""
         self.__dict__["states"] = states
         self.__dict__["state_seqs"] = sequences
@@ -233,7 +237,7 @@ class FlexSN(nn.Module):
     def detach_states(self) -> None:
         """Cut the graph at the carried states (truncated BPTT)."""
         if self.states is not None:
-            self.states = [v.detach() for v in self.states]
+            self.states = type(self.states)([v.detach() for v in self.states])  # type: ignore[call-arg]
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
