@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import torch
 from cores import adlif, lif, lif_soft, plif, relu_mem
@@ -22,11 +23,14 @@ from flexsn.opset import OPS
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),  # PyTorch's own, 2.13
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # of surrogates, by Dynamo
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # Inductor's own
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning"),  # strict: states are assigned
 ]
 ROOT = Path(flexsn.__file__).parent.parent
 STRICT = pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 DYNAMIC = ({0: Dim("T", min=1), 1: Dim("B", min=1)},)
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 SIZES = ((5, 3), (12, 2), (1, 7), (40, 1))
 
 
@@ -64,8 +68,8 @@ def eager(net, x):
     return found
 
 
-def sequence(T=5, batch=3, channels=8):
-    return 3.0 * torch.randn(T, batch, channels)
+def sequence(T=5, batch=3, channels=8, device="cpu"):
+    return 3.0 * torch.randn(T, batch, channels, device=device)
 
 
 def elsewhere(code, *arguments):
@@ -78,7 +82,8 @@ def elsewhere(code, *arguments):
 
 
 def save_cases(path, net, sizes=SIZES):
-    cases = [(x, *eager(net, x)) for x in (sequence(*size) for size in sizes)]
+    device = next(net.parameters()).device
+    cases = [(x, *eager(net, x)) for x in (sequence(*size, device=device) for size in sizes)]
     assert all(0.05 < spikes.mean() < 0.95 for _, spikes, _ in cases)
     torch.save(cases, path)
 
@@ -93,11 +98,12 @@ for x, spikes, y in torch.load(sys.argv[2]):
 
 
 # --- export, save, load -----------------------------------------------------------------------------------------------------
+@DEVICES
 @STRICT
-def test_saved_program_runs_in_a_process_that_has_only_imported_flexsn(strict, tmp_path):
-    net = Network()
+def test_saved_program_runs_in_a_process_that_has_only_imported_flexsn(strict, device, tmp_path):
+    net = Network().to(device)
     save_cases(tmp_path / "cases.pt", net)
-    torch.export.save(export(net, (sequence(),), dynamic_shapes=DYNAMIC, strict=strict), tmp_path / "net.pt2")
+    torch.export.save(export(net, (sequence(device=device),), dynamic_shapes=DYNAMIC, strict=strict), tmp_path / "net.pt2")
     code = "import sys, torch, flexsn\nrun = torch.export.load(sys.argv[1]).module()" + CHECK
     elsewhere(code, tmp_path / "net.pt2", tmp_path / "cases.pt")
 
@@ -415,30 +421,31 @@ def packaged(program, folder):
 
 
 @pytest.mark.slow
+@DEVICES
 @pytest.mark.parametrize("shapes", [None, DYNAMIC], ids=["static", "dynamic"])
-def test_package_runs_in_a_process_that_has_only_imported_flexsn(shapes, tmp_path):
-    net = Network()
+def test_package_runs_in_a_process_that_has_only_imported_flexsn(shapes, device, tmp_path):
+    net = Network().to(device)
     save_cases(tmp_path / "cases.pt", net, SIZES if shapes else SIZES[:1])
-    packaged(export(net, (sequence(),), dynamic_shapes=shapes), tmp_path)
+    packaged(export(net, (sequence(device=device),), dynamic_shapes=shapes), tmp_path)
     code = "import sys, torch, flexsn\nrun = torch._inductor.aoti_load_package(sys.argv[1])" + CHECK
     elsewhere(code, tmp_path / "net.pt2", tmp_path / "cases.pt")
 
 
 @pytest.mark.slow
+@DEVICES
 @pytest.mark.parametrize("loop, shapes", [("unroll", None), ("scan", None), ("scan", DYNAMIC)], ids=["unroll", "scan", "scan dynamic"])
-def test_decomposed_package_runs_in_a_process_without_flexsn(loop, shapes, tmp_path):
-    net = Network()
+def test_decomposed_package_runs_in_a_process_without_flexsn(loop, shapes, device, tmp_path):
+    net = Network().to(device)
     save_cases(tmp_path / "cases.pt", net, SIZES if shapes else SIZES[:1])
-    packaged(flexsn.decompose(export(net, (sequence(),), dynamic_shapes=shapes), loop), tmp_path)
+    packaged(flexsn.decompose(export(net, (sequence(device=device),), dynamic_shapes=shapes), loop), tmp_path)
     code = "import sys, torch\nrun = torch._inductor.aoti_load_package(sys.argv[1])" + CHECK + "assert 'flexsn' not in sys.modules"
     elsewhere(code, tmp_path / "net.pt2", tmp_path / "cases.pt")
 
 
 # --- ONNX -------------------------------------------------------------------------------------------------------------------
 def onnx_session(program, folder):
-    runtime = pytest.importorskip("onnxruntime")
     torch.onnx.export(program, dynamo=True, verbose=False).save(folder / "net.onnx")
-    session = runtime.InferenceSession(folder / "net.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(folder / "net.onnx", providers=["CPUExecutionProvider"])
     names = [i.name for i in session.get_inputs()]
     return lambda *tensors: [torch.from_numpy(y) for y in session.run(None, {n: t.numpy() for n, t in zip(names, tensors, strict=True)})]
 
