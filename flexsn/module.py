@@ -194,9 +194,10 @@ class FlexSN(nn.Module):
                 hint=f"It was made with num_states={self.num_states} and {self.num_params} params; what is left of the core's arguments "
                 "are inputs. Tensors that go to every step unchanged are listed in `params=`.",
             )  # fmt: skip
-        states = self.init_states(self.num_states, self.step_mode, *inputs) if self.states is None else self.states
-        if states is self.states and type(states) is list and exporting():
+        exported = exporting()
+        if exported and isinstance(self.states, list):
             refuse_carried(core_name(self.core))
+        states = self.init_states(self.num_states, self.step_mode, *inputs) if self.states is None else self.states
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         if self.example_outputs is not None and inputs[0].shape[0] == 0:
@@ -214,11 +215,11 @@ class FlexSN(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             finals, sequences, outputs = compile_core(self.core, self, inputs, tuple(states), params, **flags)
             finals = [carry(v) if v.is_cuda else v for v in finals]
-            self.states = tuple(finals) if exporting() else finals
+            self.states = tuple(finals) if exported else finals
             self.state_seqs = sequences if self.store_state_seqs else None
         else:
             finals, sequences, outputs = run_core(self.core, *self.look(), inputs, tuple(states), params, **flags)
-            self._carry(tuple(finals) if exporting() else finals, sequences if self.store_state_seqs else None)
+            self._carry(tuple(finals) if exported else finals, sequences if self.store_state_seqs else None)
         if not outputs:
             raise ReturnCountError("returned states only; at least one output is needed", core=core_name(self.core))
         if self.step_mode == "s":
