@@ -104,7 +104,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Not wrapped by a functorch transform, not fake, not functional: its memory can be read."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.device.type == "meta":
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # 2.11, 2.13
+    functorch = torch._C._functorch  # 2.11, 2.13
+    while functorch.is_gradtrackingtensor(tensor) and not functorch_active():  # of a `grad` that has ended: ops look inside
+        tensor = functorch.get_unwrapped(tensor)
+    return not functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones too."""
+    return tensor.untyped_storage()._cdata  # 2.11, 2.13
 
 
 def is_symbolic(size: Any) -> bool:
@@ -192,6 +200,13 @@ def scan_operator() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return scan
+
+
+def scan_node() -> Callable[..., Any]:
+    """`scan(combine_fn, init, xs, additional_inputs)` on flat lists of tensors, as a trace records it."""
+    from torch._higher_order_ops.scan import scan_op  # 2.11, 2.13
+
+    return scan_op
 
 
 def while_loop_stack_operator() -> Callable[..., Any] | None:

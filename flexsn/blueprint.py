@@ -83,8 +83,7 @@ class Blueprint:
         if offset < 0:
             return None
         step = tuple(common[d - offset] if d >= offset and d in self.free_dims else n for d, n in enumerate(self.step))
-        fits = all(n in (1, step[d + offset]) for d, n in enumerate(common))
-        if not fits or any(bool(a == 1) != bool(b == 1) for a, b in zip(step, self.step, strict=True)):
+        if not all(n in (1, step[d + offset]) for d, n in enumerate(common)):
             return None
         states = tuple(rescale(m.shape, self.step, step) for m in self.states)
         return Shapes(step, states, tuple(rescale(m.shape, self.step, step) for m in self.outputs))

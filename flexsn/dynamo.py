@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from . import _compat
 from .blueprint import Blueprint, draw
 from .capture import Meta
-from .errors import BackendUnavailableError, CannotFuseError, FlexSNError
+from .errors import BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
 from .fallback import warn_once
 from .graph import HALF
 from .ops import KERNEL_FUNCTIONS, choose_backend, text_of
@@ -103,13 +103,32 @@ def register() -> bool:
     return True
 
 
+def _while_tracing(function: Callable) -> Callable:
+    """Dynamo runs it while it traces: as `assume_constant_result`, which would import Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_while_tracing
 def ready() -> bool:
     """`register`, while Dynamo traces; and Inductor is told how to lower the operators."""
     _compat.lower_to_calls(KERNEL_FUNCTIONS, torch.ops.flexsn.carry.default)
     return register()
 
 
-ready._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result` does, which would import Dynamo
+@_while_tracing
+def exporting() -> bool:
+    """Whether `torch.export` traces this call. (What Dynamo of 2.11 makes of `is_exporting` is True in every compiled call.)"""
+    return torch.compiler.is_exporting()
+
+
+@_while_tracing
+def refuse_carried(core: str) -> None:
+    raise CarriedStateError(
+        "carries states from an earlier call, which the exported program would hold as constants", core=core,
+        hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) before the export: the program then starts from "
+        "zero states. For a program that takes its states as inputs, export a module that calls `flexsn.scan(core, inputs, states)`.",
+    )  # fmt: skip
 
 
 def _inlined_variable(dynamo: Any, name: str, written: Callable) -> type:

@@ -160,3 +160,15 @@ class FallbackWarning(UserWarning):
 
 class ProgramTextError(FlexSNError, RuntimeError):
     """The program that a saved graph carries cannot be read."""
+
+
+class CarriedStateError(FlexSNError, RuntimeError):
+    """A module that carries states is exported: they would become constants of the program."""
+
+
+class StaleStateError(FlexSNError, RuntimeError):
+    """A state was left by a trace or a `torch.func` transform that has ended: it has no values."""
+
+
+class DecomposeError(FlexSNError, RuntimeError):
+    """An exported program cannot be written without flexsn's operators."""

@@ -12,6 +12,10 @@
 | handles | `FlexSNKernelHandle`, `register_flexsn_kernel_handle`, `get_flexsn_kernel_handle`, `retain_flexsn_kernel_handle`, \
   `retain_owner_flexsn_kernel_handle`, `release_flexsn_kernel_handle`, `release_active_flexsn_kernel_handle`, \
   `attach_flexsn_handle_finalizer` |
+| scans | `flex_sn_scan`, `FlexSNScan`, `dynamo_hop_available`, `eager_scan`, `eager_scan_final_state`, `lowerable_scan`, \
+  `lowerable_scan_final_state`, `lowerable_scan_available`, `lowerable_while_loop_scan`, `lowerable_while_loop_scan_final_state`, \
+  `lowerable_while_loop_available` |
+| modules | `FlexSN`, `FlexSNKernel` |
 | operators | `flexsn_inductor_inference`, `flexsn_inductor_inference_final_state`, `flexsn_inductor_training`, \
   `flexsn_inductor_training_final_state`, `flexsn_inductor_backward` (also under `torch.ops.flexsn`) |
 
@@ -37,6 +41,18 @@ from .handles import (
     retain_flexsn_kernel_handle,
     retain_owner_flexsn_kernel_handle,
 )
+from .hop import FlexSNScan, dynamo_hop_available, flex_sn_scan
+from .loops import (
+    eager_scan,
+    eager_scan_final_state,
+    lowerable_scan,
+    lowerable_scan_available,
+    lowerable_scan_final_state,
+    lowerable_while_loop_available,
+    lowerable_while_loop_scan,
+    lowerable_while_loop_scan_final_state,
+)
+from .module import FlexSN, FlexSNKernel
 from .step_graph import generate_forward_and_backward_graph, generate_inference_graph
 from .step_info import FlexSNInfo, extract_info
 from .step_kernels import (
@@ -52,12 +68,48 @@ from .step_launch import flexsn_backward, flexsn_backward_ncl_bucket, flexsn_for
 from .step_source import compile_triton_code_str, generate_triton_code_str
 
 __all__ = [
-    "FlexSNInfo", "FlexSNKernelHandle", "attach_flexsn_handle_finalizer", "build_inference_final_state_kernel", "build_inference_kernel",
-    "build_training_kernels", "compile_triton_code_str", "extract_info", "flexsn_backward", "flexsn_backward_ncl_bucket",
-    "flexsn_forward", "flexsn_inductor_backward", "flexsn_inductor_inference", "flexsn_inductor_inference_final_state",
-    "flexsn_inductor_training", "flexsn_inductor_training_final_state", "flexsn_inference", "flexsn_inference_final_state",
-    "generate_forward_and_backward_graph", "generate_inference_graph", "generate_triton_code_str", "get_flexsn_backward_kernel",
-    "get_flexsn_forward_kernel", "get_flexsn_inference_final_state_kernel", "get_flexsn_inference_kernel", "get_flexsn_kernel_handle",
-    "register_flexsn_kernel_handle", "release_active_flexsn_kernel_handle", "release_flexsn_kernel_handle",
-    "retain_flexsn_kernel_handle", "retain_owner_flexsn_kernel_handle",
+    "FlexSN",
+    "FlexSNInfo",
+    "FlexSNKernel",
+    "FlexSNKernelHandle",
+    "FlexSNScan",
+    "attach_flexsn_handle_finalizer",
+    "build_inference_final_state_kernel",
+    "build_inference_kernel",
+    "build_training_kernels",
+    "compile_triton_code_str",
+    "dynamo_hop_available",
+    "eager_scan",
+    "eager_scan_final_state",
+    "extract_info",
+    "flex_sn_scan",
+    "flexsn_backward",
+    "flexsn_backward_ncl_bucket",
+    "flexsn_forward",
+    "flexsn_inductor_backward",
+    "flexsn_inductor_inference",
+    "flexsn_inductor_inference_final_state",
+    "flexsn_inductor_training",
+    "flexsn_inductor_training_final_state",
+    "flexsn_inference",
+    "flexsn_inference_final_state",
+    "generate_forward_and_backward_graph",
+    "generate_inference_graph",
+    "generate_triton_code_str",
+    "get_flexsn_backward_kernel",
+    "get_flexsn_forward_kernel",
+    "get_flexsn_inference_final_state_kernel",
+    "get_flexsn_inference_kernel",
+    "get_flexsn_kernel_handle",
+    "lowerable_scan",
+    "lowerable_scan_available",
+    "lowerable_scan_final_state",
+    "lowerable_while_loop_available",
+    "lowerable_while_loop_scan",
+    "lowerable_while_loop_scan_final_state",
+    "register_flexsn_kernel_handle",
+    "release_active_flexsn_kernel_handle",
+    "release_flexsn_kernel_handle",
+    "retain_flexsn_kernel_handle",
+    "retain_owner_flexsn_kernel_handle",
 ]  # fmt: skip

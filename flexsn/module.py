@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._compat import unseen_by_dynamo
+from .dynamo import exporting, refuse_carried
 from .errors import BackendError, OperandCountError, ReturnCountError
 from .ops import carry
 from .reads import Reads, lock, module_tensors
@@ -106,7 +107,7 @@ class FlexSN(nn.Module):
                 core=core_name(core),
             )
         self.step_mode, self.backend, self.store_state_seqs, self.strict = step_mode, backend, store_state_seqs, strict
-        self.states: list[Tensor] | None = None
+        self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
         self.state_seqs: list[Tensor] | None = None
         self.captured: _Tensors | None = None
         self._reads: Any = None
@@ -195,39 +196,52 @@ class FlexSN(nn.Module):
                 hint=f"It was made with num_states={self.num_states} and {self.num_params} params; what is left of the core's arguments "
                 "are inputs. Tensors that go to every step unchanged are listed in `params=`.",
             )  # fmt: skip
+        exported = exporting()
+        if exported and isinstance(self.states, list):
+            refuse_carried(core_name(self.core))
         states = self.init_states(self.num_states, self.step_mode, *inputs) if self.states is None else self.states
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         if self.example_outputs is not None and inputs[0].shape[0] == 0:
             empty = tuple(y.new_empty((0, *y.shape)) for y in self.example_outputs)
             return empty[0] if len(empty) == 1 else empty
-        if self.requires_grad_flags is not None:
-            operands = [
-                t if flag or t is None else t.detach() for t, flag in zip((*inputs, *states), self.requires_grad_flags, strict=True)
-            ]
-            inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]
-        params = tuple([getattr(self.params, name) for name in self.param_names])
-        flags: dict[str, Any] = {
-            "backend": self.backend, "strict": self.strict, "sequences": self.store_state_seqs, "num_outputs": self.num_outputs
-        }  # fmt: skip
+        outputs, finals, sequences = self.run(inputs, states, self.store_state_seqs)
         if torch.compiler.is_dynamo_compiling():
-            finals, sequences, outputs = compile_core(self.core, self, inputs, tuple(states), params, **flags)
-            self.states = [carry(v) if v.is_cuda else v for v in finals]
-            self.state_seqs = sequences if self.store_state_seqs else None
+            finals = [carry(v) if v.is_cuda else v for v in finals]
+            self.states, self.state_seqs = tuple(finals) if exported else finals, sequences
         else:
-            finals, sequences, outputs = run_core(self.core, *self.look(), inputs, tuple(states), params, **flags)
-            self._carry(finals, sequences if self.store_state_seqs else None)
+            self._carry(tuple(finals) if exported else finals, sequences)
         if not outputs:
             raise ReturnCountError("returned states only; at least one output is needed", core=core_name(self.core))
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    def run(
+        self, inputs: tuple[Tensor, ...], states: Sequence[Tensor | None], sequences: bool
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
+        """Outputs, final states and, if `sequences`, the states of every step, from given states (None: zeros); nothing is
+        carried."""
+        if self.requires_grad_flags is not None:
+            operands = [
+                t if flag or t is None else t.detach() for t, flag in zip((*inputs, *states), self.requires_grad_flags, strict=True)
+            ]
+            inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]  # type: ignore[arg-type]  # inputs are there
+        params = tuple([getattr(self.params, name) for name in self.param_names])
+        flags: dict[str, Any] = {
+            "backend": self.backend, "strict": self.strict, "sequences": sequences, "num_outputs": self.num_outputs
+        }  # fmt: skip
+        if torch.compiler.is_dynamo_compiling():
+            finals, trail, outputs = compile_core(self.core, self, inputs, tuple(states), params, **flags)
+        else:
+            finals, trail, outputs = run_core(self.core, *self.look(), inputs, tuple(states), params, **flags)
+        return outputs, finals, trail if sequences else None
+
     def reset(self) -> None:
         """Forget the carried states; the next call starts from `init_states`."""
         self._carry(None, None)
 
-    def _carry(self, states: list[Tensor] | None, sequences: list[Tensor] | None) -> None:
+    def _carry(self, states: Sequence[Tensor] | None, sequences: list[Tensor] | None) -> None:
         """Past `nn.Module.__setattr__`, which looks for parameters and takes microseconds."""
         self.__dict__["states"] = states
         self.__dict__["state_seqs"] = sequences
@@ -235,7 +249,7 @@ class FlexSN(nn.Module):
     def detach_states(self) -> None:
         """Cut the graph at the carried states (truncated BPTT)."""
         if self.states is not None:
-            self.states = [v.detach() for v in self.states]
+            self.states = type(self.states)([v.detach() for v in self.states])  # type: ignore[call-arg]
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -289,11 +303,14 @@ class FlexSNKernel:
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         neuron = self.neuron
-        inputs, states = operands[: neuron.num_inputs], list(operands[neuron.num_inputs :])
-        if states and len(states) != neuron.num_states:
-            raise OperandCountError(f"was given {len(states)} of {neuron.num_states} states", core=core_name(neuron.core))
-        outputs, _, sequences = neuron.run(inputs, states or [None] * neuron.num_states)
-        return (*outputs, *sequences)
+        inputs, states = operands[: neuron.num_inputs], operands[neuron.num_inputs :]
+        if len(inputs) != neuron.num_inputs or (states and len(states) != neuron.num_states):
+            raise OperandCountError(
+                f"was given {len(operands)} operands for {neuron.num_inputs} inputs and {neuron.num_states} states",
+                core=core_name(neuron.core),
+            )
+        outputs, _, sequences = neuron.run(inputs, states or (None,) * neuron.num_states, True)
+        return (*outputs, *(sequences or ()))
 
 
 def reset_net(model: nn.Module) -> None:

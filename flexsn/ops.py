@@ -106,12 +106,17 @@ def _rows(tensor: Tensor | None, leading: int, step: tuple[int, ...]) -> Tensor 
     return tensor.expand(*tensor.shape[:leading], *step).contiguous()
 
 
+def _named(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
+    """A package of AOTInductor passes None for an empty list."""
+    return {f"p{k}": p for k, p in enumerate(params or ())}
+
+
 def _forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
     T, device, step = inputs[0].shape[0], inputs[0].device, tuple(step)
     launch = _launch(program, device, "forward", _flags_forward(inputs, save, sequences), T, step, checkpoints)
     arrays = {f"x{k}": _rows(x, 1, step) for k, x in enumerate(inputs)}
     arrays |= {f"v{k}": _rows(v, 0, step) for k, v in enumerate(states)}
-    written = launch(arrays, {f"p{k}": p for k, p in enumerate(params)}, device)
+    written = launch(arrays, _named(params), device)
     if T == 0:
         for k, state in enumerate(states):
             final = written[f"v{k}"]

@@ -79,7 +79,7 @@ _DIV = {"float32": "tl.div_rn({0}, {1})", "fast": "{0} / {1}", "": "{0} / {1}"}
 _plain("add", torch.add, "{0} + {1}")
 _plain("sub", torch.sub, "{0} - {1}")
 _plain("mul", torch.mul, "{0} * {1}", aten=("mul.Tensor", "mul.Scalar"))
-_op("div", 2, torch.true_divide, "{0} / {1}", _DIV)
+_op("div", 2, torch.div, "{0} / {1}", _DIV)
 _op("neg", 1, torch.neg, "-{0}", {"float32": "math.neg({0})", "float64": "math.neg({0})", "": "-{0}"}, aten="neg.default")
 _op("abs", 1, torch.abs, None, "tl.abs({0})", aten="abs.default")
 _op("sign", 1, torch.sign, None, "({0} > 0).to({T}) - ({0} < 0).to({T})", aten=("sign.default", "sgn.default"))

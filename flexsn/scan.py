@@ -23,6 +23,7 @@ from .errors import (
     CannotFuseError,
     ForwardModeError,
     OperandTypeError,
+    StaleStateError,
 )
 from .fallback import warn_once
 from .loops import scan_operator
@@ -153,11 +154,16 @@ def run_core(
     key = _kinds(tensors, (*counts, backend, sequences, num_outputs))
     call = seen.calls.get(key)
     if call is not None and _compat.forward_ad_level() < 0:
-        return run_call(call, tensors)
+        try:
+            return run_call(call, tensors)
+        except RuntimeError:
+            _refuse_stale(seen.signatures[counts], inputs, states)
+            raise
     if counts not in seen.signatures:
         seen.signatures[counts] = make_signature(core, *counts)
     sig = seen.signatures[counts]
     check_operands(sig, inputs, states, params)
+    _refuse_stale(sig, inputs, states)
     if backend != "torch":
         try:
             call = _prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
@@ -175,6 +181,18 @@ def run_core(
     with reading.bound(seen, replaced):
         outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
+
+
+def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
+    """Raise if a call with real inputs is given states without values."""
+    if _compat.transformed() or not all(map(_compat.is_plain, inputs)):
+        return
+    for name, state in zip(sig.state_names, states, strict=True):
+        if state is not None and not _compat.is_plain(state):
+            raise StaleStateError(
+                f"state `{name}` was left by a trace or a transform that has ended, and has no values", core=sig.core,
+                hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) after tracing or transforming it.",
+            )  # fmt: skip
 
 
 _looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()

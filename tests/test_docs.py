@@ -4,7 +4,10 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+
+import flexsn
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -36,3 +39,25 @@ def test_links_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")  # PyTorch's own, 2.13
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's own
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["without package", "whole"])
+def test_export_snippets_run(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "export.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 5 and sum("aoti" in block for block in blocks) == 1
+    torch.manual_seed(0)
+    names: dict = {}
+    exec(compile("\n".join(b for b in blocks if whole or "aoti" not in b), "export.md", "exec"), names)
+    net, x = names["net"], names["x"]
+    flexsn.reset_net(net)
+    torch.testing.assert_close(torch.from_numpy(names["y"]), net(x).detach())
+    pieces = torch.cat([names["first"], names["second"]])
+    assert torch.equal(pieces, flexsn.scan(names["lif"], (x,), (torch.zeros(16, 8),)).outputs[0])
+    if whole:
+        names["net"].requires_grad_(False)
+        flexsn.reset_net(net)
+        torch.testing.assert_close(names["run"](x[:5]).detach(), net(x[:5]))

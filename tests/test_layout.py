@@ -79,6 +79,16 @@ def test_imports_without_triton_and_compiler():
 
 
 def test_public_names():
-    assert set(flexsn.__all__) == {"FlexSN", "ScanResult", "__version__", "detach_states", "errors", "reset_net", "scan", "surrogate"}
+    assert set(flexsn.__all__) == {
+        "FlexSN",
+        "ScanResult",
+        "__version__",
+        "decompose",
+        "detach_states",
+        "errors",
+        "reset_net",
+        "scan",
+        "surrogate",
+    }
     assert all(hasattr(flexsn, name) for name in flexsn.__all__)
     assert (PACKAGE / "py.typed").exists()
