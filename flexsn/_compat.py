@@ -247,7 +247,7 @@ def _made_pointwise(tensor: torch.Tensor) -> bool:
         return False
     slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
     node: Any = None if slot is None else slot.proxy.node
-    while node is not None and node.op == "call_function" and str(node.target).split(".")[1] in _PASSED_THROUGH:
+    while node is not None and getattr(node.target, "_opname", None) in _PASSED_THROUGH:
         node = node.args[0]
     return node is not None and torch.Tag.pointwise in getattr(node.target, "tags", ())
 

@@ -17,7 +17,22 @@ __all__ = ["atan", "fast_sigmoid", "gaussian", "piecewise_linear", "sigmoid", "s
 
 
 class _Spike(torch.autograd.Function):
-    """The step, with `gradient(x)` as its derivative; in the form that `torch.func` transforms take."""
+    """The step, with `gradient(x)` as its derivative."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gradient: Callable[[Tensor], Tensor | float]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.gradient = gradient
+        return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x,) = ctx.saved_tensors
+        return grad * ctx.gradient(x), None
+
+
+class _TransformedSpike(torch.autograd.Function):
+    """The same in the form that transforms and forward mode take, which costs every call more."""
 
     generate_vmap_rule = True
 
@@ -29,11 +44,24 @@ class _Spike(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         x, ctx.gradient = inputs
         ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (x,) = ctx.saved_tensors
         return grad * ctx.gradient(x), None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, _):
+        (x,) = ctx.saved_tensors
+        return tangent * ctx.gradient(x)
+
+
+def _spike(x: Tensor, gradient: Callable[[Tensor], Tensor | float]) -> Tensor:
+    if torch.compiler.is_dynamo_compiling():
+        return _Spike.apply(x, gradient)
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.13
+    return (_TransformedSpike if transformed else _Spike).apply(x, gradient)
 
 
 def _square(x: Tensor) -> Tensor:
@@ -42,7 +70,7 @@ def _square(x: Tensor) -> Tensor:
 
 def atan(x: Tensor, alpha: float = 2.0) -> Tensor:
     """Arctangent surrogate (Fang et al., ICCV 2021): gradient `(alpha / 2) / (1 + (pi / 2 * alpha * x)^2)`."""
-    return _Spike.apply(x, lambda x: (0.5 * alpha) / (1.0 + _square((0.5 * math.pi * alpha) * x)))
+    return _spike(x, lambda x: (0.5 * alpha) / (1.0 + _square((0.5 * math.pi * alpha) * x)))
 
 
 def sigmoid(x: Tensor, alpha: float = 4.0) -> Tensor:
@@ -52,30 +80,30 @@ def sigmoid(x: Tensor, alpha: float = 4.0) -> Tensor:
         s = torch.sigmoid(alpha * x)
         return alpha * s * (1.0 - s)
 
-    return _Spike.apply(x, gradient)
+    return _spike(x, gradient)
 
 
 def fast_sigmoid(x: Tensor, slope: float = 25.0) -> Tensor:
     """Fast-sigmoid surrogate (Zenke & Vogels, 2021): gradient `1 / (1 + slope * |x|)^2`."""
-    return _Spike.apply(x, lambda x: 1.0 / _square(1.0 + slope * x.abs()))
+    return _spike(x, lambda x: 1.0 / _square(1.0 + slope * x.abs()))
 
 
 def super_spike(x: Tensor, beta: float = 10.0) -> Tensor:
     """SuperSpike surrogate (Zenke & Ganguli, Neural Computation 2018): gradient `beta / (1 + beta * |x|)^2`."""
-    return _Spike.apply(x, lambda x: beta / _square(1.0 + beta * x.abs()))
+    return _spike(x, lambda x: beta / _square(1.0 + beta * x.abs()))
 
 
 def piecewise_linear(x: Tensor, width: float = 1.0) -> Tensor:
     """Triangular surrogate (Esser et al., PNAS 2016): gradient `max(0, 1 - |x| / width) / width`."""
-    return _Spike.apply(x, lambda x: ((1.0 - x.abs() / width) / width).clamp(min=0.0))
+    return _spike(x, lambda x: ((1.0 - x.abs() / width) / width).clamp(min=0.0))
 
 
 def gaussian(x: Tensor, sigma: float = 0.5) -> Tensor:
     """Gaussian surrogate (Yin, Corradi & Bohte, 2021): gradient is the normal density of width `sigma` at `x`."""
     height = 1.0 / (sigma * math.sqrt(2.0 * math.pi))
-    return _Spike.apply(x, lambda x: torch.exp(-0.5 * _square(x / sigma)) * height)
+    return _spike(x, lambda x: torch.exp(-0.5 * _square(x / sigma)) * height)
 
 
 def straight_through(x: Tensor) -> Tensor:
     """Straight-through estimator (Bengio, Leonard & Courville, 2013): gradient 1 everywhere."""
-    return _Spike.apply(x, lambda x: 1.0)
+    return _spike(x, lambda x: 1.0)

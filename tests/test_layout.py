@@ -12,7 +12,7 @@ import flexsn
 
 PACKAGE = Path(flexsn.__file__).parent
 ORDER = [
-    "signature", "capture", "blueprint", "graph", "plan", "render", "launch", "compile", "run", "ops", "doors", "loops", "scan", "hop",
+    "signature", "capture", "graph", "blueprint", "plan", "render", "launch", "compile", "run", "ops", "doors", "loops", "scan", "hop",
     "module", "step", "handles", "handle", "lowlevel",
 ]  # fmt: skip
 
