@@ -137,8 +137,8 @@ def python_loop(
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, current, lifted, num_outputs, output_template_specs, states)
     rows = []
-    for t in range(inputs[0].shape[0]):
-        returned = _step(core_fn, [x[t] for x in inputs], current, lifted, num_outputs)
+    for step_inputs in zip(*[x.unbind(0) for x in inputs], strict=True):  # `x[t]` would make a gradient of all T at every step
+        returned = _step(core_fn, step_inputs, current, lifted, num_outputs)
         _as_returned(core_fn, current, returned[num_outputs:])
         current = list(returned[num_outputs:])
         rows.append(returned if states == "sequence" else returned[:num_outputs])
@@ -178,7 +178,7 @@ def scan_operator(
     if differentiable and torch.compiler.is_compiling():
         # In 2.13 Inductor's backward loop takes the memory of the final states' gradients, the caller's, for its own. Here it
         # gets the memory of a copy that no simplification removes.
-        final = [-(-v) for v in final]
+        final = [v.neg().neg() for v in final]
     results = (*sequences[:num_outputs], *final[:num_states]) if states == "final" else sequences[: num_outputs + num_states]
     if differentiable and not torch.compiler.is_compiling():  # compiled code refuses a second derivative by itself
         for y in results:
