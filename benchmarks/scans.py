@@ -1,6 +1,6 @@
 """Time a LIF as a Python loop, as PyTorch's compiled `scan` and `while_loop`, and as flexsn's fused kernel.
 
-    python benchmarks/scans.py            about five minutes, most of it PyTorch's compiler
+    python benchmarks/scans.py            about two minutes, half of it PyTorch's compiler
     python benchmarks/scans.py --quick    one small size, nothing kept
 
 Every candidate is checked against a hand-written loop first; where they differ, no speed is reported.
@@ -41,7 +41,7 @@ TITLES = {
 
 
 def by(function: Callable, compiled: bool) -> peers.Run:
-    """A mechanism as a candidate; final states only, as the others give."""
+    """A mechanism as a candidate, with final states, as flexsn gives them."""
 
     def run(inputs, states):
         return function(NEURON.core, len(inputs), len(states), NEURON.outputs, *inputs, *states)[: NEURON.outputs]

@@ -137,8 +137,8 @@ def python_loop(
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, current, lifted, num_outputs, output_template_specs, states)
     rows = []
-    for t in range(inputs[0].shape[0]):
-        returned = _step(core_fn, [x[t] for x in inputs], current, lifted, num_outputs)
+    for step_inputs in zip(*[x.unbind(0) for x in inputs], strict=True):  # `x[t]` would make a gradient of all T at every step
+        returned = _step(core_fn, step_inputs, current, lifted, num_outputs)
         _as_returned(core_fn, current, returned[num_outputs:])
         current = list(returned[num_outputs:])
         rows.append(returned if states == "sequence" else returned[:num_outputs])
