@@ -139,7 +139,7 @@ def test_broken_texts(make):
 
 def test_another_version():
     with pytest.raises(ProgramTextError, match="version 99; this flexsn reads version 1"):
-        text.read(changed(flexsn=99), CPU)
+        text.read(changed(format=99), CPU)
 
 
 @pytest.mark.parametrize("op", ["aten.nothing.default", "nobody.add.Tensor", "aten.add.Nobody", "aten", "os.system.default", "aten.add"])
