@@ -163,12 +163,15 @@ def main() -> None:
     parser.add_argument("--steps", nargs="*", type=int, default=[4, 16])
     parser.add_argument("--only", nargs="*", default=list(RUNS))
     options = parser.parse_args()
-    target, document = Path(options.output), {"machine": machine(), "date": datetime.date.today().isoformat(), "batch": BATCH, "T": {}}
+    target = Path(options.output)
+    document: dict = json.loads(target.read_text()) if target.exists() else {"T": {}}  # rows that are not measured again stay
+    document |= {"machine": machine(), "date": datetime.date.today().isoformat(), "batch": BATCH}
     torch.backends.cudnn.benchmark = False
     for T in options.steps:
         torch.manual_seed(1)
         x, labels = torch.randn(T, BATCH, 3, 32, 32, device="cuda"), torch.randint(10, (BATCH,), device="cuda")
-        rows: dict = {"check": check(x[:, :16])}
+        rows: dict = document["T"].setdefault(str(T), {})
+        rows["check"] = check(x[:, :16])
         for name in [n for n in options.only if RUNS[n][0] in NEURONS]:
             try:
                 rows[name] = measure(name, x, labels)
@@ -178,7 +181,6 @@ def main() -> None:
                 rows[name] = {"failed": traceback.format_exc()[-1500:]}
             print(T, name, {k: v for k, v in rows[name].items() if k != "losses"}, flush=True)
             torch.cuda.empty_cache()
-            document["T"][str(T)] = rows
             target.write_text(json.dumps(document, indent=1))
 
 

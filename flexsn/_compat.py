@@ -247,9 +247,15 @@ def _made_pointwise(tensor: torch.Tensor) -> bool:
         return False
     slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
     node: Any = None if slot is None else slot.proxy.node
-    while node is not None and getattr(node.target, "_opname", None) in _PASSED_THROUGH:
+    while node is not None and _opname(node.target) in _PASSED_THROUGH:
         node = node.args[0]
     return node is not None and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _opname(target: Any) -> str:
+    """`view` for `aten.view.default`."""
+    schema = getattr(target, "_schema", None)
+    return schema.name.split("::")[1] if schema is not None else ""
 
 
 _PASSED_THROUGH = {"view", "_unsafe_view", "reshape", "convert_element_type", "_to_copy", "clone", "expand", "unsqueeze"}
@@ -289,8 +295,14 @@ def lower_to_calls(functions: tuple[tuple[Any, Callable[..., Any]], ...], copy: 
         copy: an operator `copy(tensor)` that only CUDA graphs need; without them it is the tensor itself.
     """
     from torch._inductor import config  # 2.11, 2.13
-    from torch._inductor.lowering import fallback_handler, register_lowering  # 2.11, 2.13
+    from torch._inductor.lowering import (  # 2.11, 2.13
+        add_layout_constraint,
+        fallback_handler,
+        register_lowering,
+        tag_to_layout_constraint,
+    )
     from torch._inductor.virtualized import V  # 2.11, 2.13
+    from torch._library.utils import get_layout_constraint_tag  # 2.11, 2.13
 
     def lowering(operator: Any, name: str) -> Callable[..., Any]:
         opaque = fallback_handler(operator, add_to_fallback_set=False)
@@ -307,6 +319,7 @@ def lower_to_calls(functions: tuple[tuple[Any, Callable[..., Any]], ...], copy: 
     for operator, function in functions:
         namespace, packet = operator.namespace, operator._schema.name.split("::")[1]
         setattr(getattr(torch.ops, namespace), f"call_{packet}", function)
+        add_layout_constraint(operator, tag_to_layout_constraint(get_layout_constraint_tag(operator)))  # strides as traced
         register_lowering(operator, type_promotion_kind=None)(lowering(operator, f"torch.ops.{namespace}.call_{packet}"))
     outside = fallback_handler(copy, add_to_fallback_set=False)
     register_lowering(copy, type_promotion_kind=None)(lambda x: outside(x) if config.triton.cudagraphs else x)

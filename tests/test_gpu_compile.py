@@ -147,12 +147,11 @@ def test_opcheck(op):
         torch.library.opcheck(torch.ops.flexsn.backward, args)
 
 
-def test_export_and_aot_inductor_in_a_new_process(tmp_path):
+def test_export_in_a_new_process(tmp_path):
     net, x = network().eval(), torch.randn(20, 6, 32, device="cuda")
     sizes = {0: torch.export.Dim("T", min=2, max=4096), 1: torch.export.Dim("B", min=2, max=512)}
     program = torch.export.export(net, (x,), dynamic_shapes=(sizes,))
     torch.export.save(program, tmp_path / "net.pt2")
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "net_aoti.pt2"))
     y = torch.randn(33, 9, 32, device="cuda")
     flexsn.reset_net(net)
     with torch.no_grad():
@@ -161,9 +160,7 @@ def test_export_and_aot_inductor_in_a_new_process(tmp_path):
         "import torch, flexsn\n"
         f"x, want = torch.load(r'{tmp_path}/pair.pt')\n"
         f"exported = torch.export.load(r'{tmp_path}/net.pt2').module()\n"
-        f"package = torch._inductor.aoti_load_package(r'{tmp_path}/net_aoti.pt2')\n"
-        "for call in (exported, package):\n"
-        "    torch.testing.assert_close(call(x), want, rtol=1e-4, atol=1e-5)\n"
+        "torch.testing.assert_close(exported(x), want, rtol=1e-4, atol=1e-5)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
