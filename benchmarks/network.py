@@ -126,11 +126,13 @@ def training_step(net: nn.Module, call: Callable, neuron: str, x: Tensor, labels
 def check(x: Tensor) -> dict:
     """flexsn against the eager loop, in float32, before anything is timed."""
     found = {}
+    torch.backends.cudnn.allow_tf32 = False  # one flipped spike changes all that follow
     with torch.no_grad():
         want = network("eager_loop")(x)
         found["eager_equal"] = torch.equal(network("flexsn")(x), want)
         got = torch.compile(network("flexsn"), fullgraph=True)(x)
         found["compiled_error"] = ((got - want).norm() / want.norm()).item()
+    torch.backends.cudnn.allow_tf32 = True
     if not found["eager_equal"]:
         raise AssertionError("flexsn and the eager loop differ")
     return found

@@ -319,7 +319,7 @@ def lower_to_calls(functions: tuple[tuple[Any, Callable[..., Any]], ...], copy: 
     for operator, function in functions:
         namespace, packet = operator.namespace, operator._schema.name.split("::")[1]
         setattr(getattr(torch.ops, namespace), f"call_{packet}", function)
-        add_layout_constraint(operator, tag_to_layout_constraint(get_layout_constraint_tag(operator)))  # strides as traced
+        add_layout_constraint(operator, tag_to_layout_constraint(get_layout_constraint_tag(operator)))  # type: ignore[arg-type]  # strides as traced
         register_lowering(operator, type_promotion_kind=None)(lowering(operator, f"torch.ops.{namespace}.call_{packet}"))
     outside = fallback_handler(copy, add_to_fallback_set=False)
     register_lowering(copy, type_promotion_kind=None)(lambda x: outside(x) if config.triton.cudagraphs else x)

@@ -43,6 +43,20 @@ def test_links_lead_somewhere():
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")  # PyTorch's own, 2.13
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's own
+def test_compile_snippets_run():
+    text = (ROOT / "docs" / "compile.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 5
+    torch.manual_seed(0)
+    names: dict = {}
+    exec(compile("\n".join(blocks), "compile.md", "exec"), names)
+    torch.testing.assert_close(names["y"], names["net"](names["x"]))
+    torch.testing.assert_close(names["same"], names["outputs"])
+    assert {n: g.shape for n, g in names["per_sample"].items()} == {n: (3, *p.shape) for n, p in names["params"].items()}
+
+
+@pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")  # PyTorch's own, 2.13
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's own
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["without package", "whole"])
 def test_export_snippets_run(whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
