@@ -60,6 +60,7 @@ bench: $(BENCH_READY) ## measure against the peers (minutes), results in benchma
 
 bench-gpu: ## test and measure on an NVIDIA GPU, with the python3 that has PyTorch for CUDA (minutes)
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --output benchmarks/results/gpu_$$(date +%F).json
+	PYTHONPATH=. $(PYTHON) benchmarks/network.py --output benchmarks/results/network_$$(date +%F).json
 
 clean: ## remove .venv, .bench-venv and everything made
 	rm -rf .venv .bench-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -76,9 +76,9 @@ def _logit(x: Tensor, eps: float | None = None) -> Tensor:
 
 @_own("round.decimals")
 def _round(x: Tensor, *, decimals: int) -> Tensor:
-    scale = 10.0 ** abs(decimals)
     if decimals == 0 or not x.is_floating_point():
         return torch.round(x)
+    scale = torch.full_like(x, 10.0 ** abs(decimals))  # a tensor: eager on a GPU divides here, and by a number it would multiply
     return torch.round(x * scale) / scale if decimals > 0 else torch.round(x / scale) * scale
 
 
