@@ -125,7 +125,7 @@ def training_step(net: nn.Module, call: Callable, neuron: str, x: Tensor, labels
 
 def check(x: Tensor) -> dict:
     """flexsn against the eager loop, in float32, before anything is timed."""
-    found = {}
+    found: dict = {"tf32": False}
     torch.backends.cudnn.allow_tf32 = False  # one flipped spike changes all that follow
     with torch.no_grad():
         want = network("eager_loop")(x)

@@ -319,7 +319,9 @@ def lower_to_calls(functions: tuple[tuple[Any, Callable[..., Any]], ...], copy: 
     for operator, function in functions:
         namespace, packet = operator.namespace, operator._schema.name.split("::")[1]
         setattr(getattr(torch.ops, namespace), f"call_{packet}", function)
-        add_layout_constraint(operator, tag_to_layout_constraint(get_layout_constraint_tag(operator)))  # type: ignore[arg-type]  # strides as traced
+        strides_as_traced = tag_to_layout_constraint(get_layout_constraint_tag(operator))
+        assert strides_as_traced is not None
+        add_layout_constraint(operator, strides_as_traced)
         register_lowering(operator, type_promotion_kind=None)(lowering(operator, f"torch.ops.{namespace}.call_{packet}"))
     outside = fallback_handler(copy, add_to_fallback_set=False)
     register_lowering(copy, type_promotion_kind=None)(lambda x: outside(x) if config.triton.cudagraphs else x)

@@ -22,7 +22,7 @@ from .errors import BackendUnavailableError, CannotFuseError, CarriedStateError,
 from .fallback import warn_once
 from .graph import HALF
 from .ops import KERNEL_FUNCTIONS, choose_backend, text_of
-from .record import Replay
+from .places import Replay
 from .signature import Signature, core_name, positional_names, step_shape
 from .sizes import Sizes, settle_sizes
 
@@ -105,7 +105,7 @@ def register() -> bool:
 
 def _while_tracing(function: Callable) -> Callable:
     """Dynamo runs it while it traces: as `assume_constant_result`, which would import Dynamo."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
     return function
 
 

@@ -6,7 +6,7 @@ import sys
 import warnings
 
 from .errors import FallbackWarning
-from .record import INTERNAL
+from .places import INTERNAL
 
 _warned: set[str] = set()
 

@@ -125,8 +125,8 @@ def _kept(info: FlexSNInfo) -> list[int]:
 
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     """No tensor twice: results of an operator do not alias each other."""
-    seen: set[int] = set()
-    return [t.clone() if id(t) in seen else (seen.add(id(t)), t)[1] for t in tensors]  # type: ignore[func-returns-value]
+    first = {id(t): k for k, t in reversed(list(enumerate(tensors)))}
+    return [t if first[id(t)] == k else t.clone() for k, t in enumerate(tensors)]
 
 
 def _backward(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -36,6 +34,7 @@ from .errors import (
     UnsupportedOpError,
 )
 from .lower import RULES
+from .places import INTERNAL, replayed
 from .signature import DTYPES, Signature
 
 aten = torch.ops.aten
@@ -70,30 +69,6 @@ _LAYOUT = {
 
 _VALUE_READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__"}
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
-
-
-class Replay(fx.Interpreter):
-    """Runs a graph that another tracer made of a core; ops keep the user's lines that the graph remembers."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        before, replayed.line = replayed.line, _remembered_line(n) or replayed.line
-        try:
-            return super().run_node(n)
-        finally:
-            replayed.line = before
-
-
-class _Replayed(threading.local):
-    line: str | None = None
-
-
-replayed = _Replayed()
-
-
-def _remembered_line(node: fx.Node) -> str | None:
-    found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or node.stack_trace or "")
-    users = [(name, number, code) for name, number, code in found if not name.startswith(INTERNAL)]
-    return "{}:{}: {}".format(*users[-1]) if users else None
 
 
 def run_core(core: Callable, operands: list[Tensor]) -> Any:  # a frame of its own: where the user's frames begin
@@ -461,7 +436,6 @@ class Recorder(TorchDispatchMode):
 
 _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",
              "aten::sym_numel", "aten::dim", "aten::storage_offset", "aten::is_pinned"}  # fmt: skip
-INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
 def getitem(value, index):
