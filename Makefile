@@ -1,5 +1,5 @@
 # The developer's menu: `make` lists it. Needs python3 (3.11 or newer) with venv, make and a C++ compiler.
-# Every target sets up .venv from constraints.txt by itself, and again when constraints.txt or pyproject.toml change.
+# Every target sets up .venv from constraints.txt by itself, and again when what it installs from changes.
 #   PYTHON=python3.12         another interpreter (remove .venv first)
 #   TORCH_INDEX_URL=<url>     where to take PyTorch from: its CPU index, if the default one serves CUDA builds
 #   JOBS=2                    processes that run tests
@@ -19,11 +19,12 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+: .*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # PyTorch first and pinned, so that nothing resolves another build of it; setuptools is pinned too, hence no isolation
-$(READY): constraints.txt pyproject.toml
+$(READY): constraints.txt pyproject.toml tests/peers.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==2.13.0
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[demo,test,lint]'
+	$(PIP) --no-deps --requirement tests/peers.txt
 	touch $@
 
 # the peers of the benchmarks live apart: what they pull in must not reach the tests
