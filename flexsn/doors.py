@@ -29,8 +29,7 @@ def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tenso
     elif call.differentiable:
         results = list((_Traced if isinstance(call, TracedCall) else _Eager).apply(call, *tensors))
     else:
-        with torch.no_grad():
-            results, _ = _forward(call, _as_rows(call, tensors), save=False)
+        results, _ = _without_gradients(call, tensors)
     outs, n = call.program.num_outputs, call.program.sig.num_states
     sequences = results[outs + n : outs + 2 * n] if call.sequences else []
     return results[outs : outs + n], sequences, results[:outs]
@@ -41,11 +40,6 @@ def autocasting() -> bool:
 
 
 # --- what every door does ---------------------------------------------------------------------------------------------------
-def _split(call: run.Call, tensors: Tensors) -> tuple[list, list, list]:
-    i, n = call.num_inputs, call.num_operands
-    return list(tensors[:i]), list(tensors[i:n]), list(tensors[n:])
-
-
 def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
     """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
     explicit = call.program.sig.num_params
@@ -54,16 +48,23 @@ def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _as_rows(call: run.Call, tensors: Tensors) -> list[Tensor | None]:
     """Inputs and states as kernels take them; the rest as it is."""
-    inputs, states, statics = _split(call, tensors)
-    step = call.shapes.step
-    return [*(run.rows(x, step, 1) for x in inputs), *(None if v is None else run.rows(v, step, 0) for v in states), *statics]
+    i, step = call.num_inputs, call.shapes.step
+    operands = tensors[: call.num_operands]
+    found = [None if t is None else run.rows(t, step, 1 if k < i else 0) for k, t in enumerate(operands)]
+    return [*found, *tensors[call.num_operands :]]
 
 
-def _forward(call: run.Call, rows: Tensors, save: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Outputs, final states, state sequences; and checkpoints by role. Without recording gradients."""
-    inputs, states, statics = _split(call, rows)
-    done = run.forward(call, inputs, states, _named(call, statics), save)
-    return [*done.outputs, *done.finals, *done.sequences], done.checkpoints
+def _forward(call: run.Call, rows: run.Rows, save: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, final states, state sequences; and checkpoints. Without recording gradients."""
+    n = call.num_operands
+    return run.forward(call, rows[:n], _named(call, rows[n:]), save)
+
+
+def _without_gradients(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+    if torch.is_grad_enabled() and any(call.needs):  # integers that a core computes with floats that need a gradient
+        with torch.no_grad():
+            return _forward(call, _as_rows(call, tensors), save=False)
+    return _forward(call, _as_rows(call, tensors), save=False)
 
 
 def _not_differentiable(call: run.Call, results: Sequence[Tensor]) -> list[Tensor]:
@@ -73,28 +74,22 @@ def _not_differentiable(call: run.Call, results: Sequence[Tensor]) -> list[Tenso
     return [t for t, ok in zip(results, flags, strict=True) if not ok]
 
 
-def _backward(call: run.Call, rows: Tensors, checkpoints: dict[str, Tensor], grads: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
+def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], grads: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
     """One gradient per operand, from cotangents of outputs, final states and state sequences."""
     if autocasting():
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return _backward(call, rows, checkpoints, grads, needs)
-    vjp, sig, outs = call.program.vjp, call.program.sig, call.program.num_outputs
-    n = sig.num_states
-    prefixes = (("gy", grads[:outs]), ("gv", grads[outs : outs + n]), ("gs", grads[outs + n :]))
-    cotangents = {f"{p}{k}": g for p, gs in prefixes for k, g in enumerate(gs) if g is not None}
-    if not cotangents:
-        return [None] * len(needs)
-    inputs, states, statics = _split(call, rows)
-    wanted, wanted_statics = call.wanted(needs)
-    found, static_grads = run.backward(call, inputs, states, _named(call, statics), checkpoints, cotangents, wanted, wanted_statics)
+    n = call.num_operands
+    found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)
     results: list[Tensor | None] = []
     for k, (role, meta) in enumerate(zip(call.roles, call.kinds, strict=False)):
-        grad = found.get(f"g{role}")
-        results.append(None if grad is None or meta is None else run.unbroadcast(grad, meta[0], 1 if k < sig.num_inputs else 0))
-    by_name = dict(zip((*sig.param_names, *vjp.captured), static_grads, strict=True))
-    for name, meta in zip(call.statics, call.kinds[len(call.roles) :], strict=True):
-        grad = by_name.get(name)
-        results.append(None if grad is None or meta is None else grad.to(meta[1]))
+        grad = found.get(f"g{role}") if needs[k] else None
+        results.append(None if grad is None or meta is None else run.unbroadcast(grad, meta[0], 1 if k < call.num_inputs else 0))
+    if call.statics:
+        by_name = dict(zip((*call.program.sig.param_names, *call.program.vjp.captured), of_statics, strict=True))
+        for name, meta in zip(call.statics, call.kinds[n:], strict=True):
+            grad = by_name.get(name)
+            results.append(None if grad is None or meta is None else grad.to(meta[1]))
     return results
 
 
@@ -111,8 +106,8 @@ class _Eager(torch.autograd.Function):
     def forward(ctx, call: run.Call, *tensors):
         rows = _as_rows(call, tensors)
         results, checkpoints = _forward(call, rows, save=True)
-        ctx.call, ctx.roles = call, tuple(checkpoints)
-        ctx.save_for_backward(*rows, *checkpoints.values())
+        ctx.call = call
+        ctx.save_for_backward(*rows, *checkpoints)
         ctx.set_materialize_grads(False)
         constant = _not_differentiable(call, results)
         if constant:
@@ -125,8 +120,7 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_double_backward(ctx.call)
         saved, kept = ctx.saved_tensors, len(ctx.call.kinds)
-        checkpoints = dict(zip(ctx.roles, saved[kept:], strict=True))
-        return None, *_backward(ctx.call, saved[:kept], checkpoints, grads, ctx.needs_input_grad[1:])
+        return None, *_backward(ctx.call, saved[:kept], saved[kept:], grads, ctx.needs_input_grad[1:])
 
 
 # --- under transforms ---------------------------------------------------------------------------------------------------------
@@ -136,7 +130,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def forward(call: run.Call, *tensors):
         results, checkpoints = _forward(call, _as_rows(call, tensors), save=True)
-        return (*results, *checkpoints.values())
+        return (*results, *checkpoints)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -172,7 +166,7 @@ class _TracedBackward(torch.autograd.Function):
     def forward(call, needs, present, num_saved, *tensors):
         saved, grads = iter(tensors[:num_saved]), tensors[num_saved:]
         operands = [next(saved) if there else None for there in present]
-        checkpoints = {f"c{k}": rows for k, rows in enumerate(saved)}
+        checkpoints = list(saved)
         rows = _as_rows(call, operands)
         rows[: call.num_inputs] = [_compat.remade(x) for x in rows[: call.num_inputs]]
         return tuple(_backward(call, rows, checkpoints, grads, needs))
@@ -196,7 +190,8 @@ LIBRARY.define("scan(str program, Tensor[] inputs, Tensor?[] states, Tensor[] st
 
 
 def _by_operator(call: run.Call, tensors: Tensors) -> list[Tensor]:
-    inputs, states, statics = _split(call, tensors)
+    i, n = call.num_inputs, call.num_operands
+    inputs, states, statics = list(tensors[:i]), list(tensors[i:n]), list(tensors[n:])
     program = text_of(call.program.blueprint, vjp=call.differentiable)
     return torch.ops.flexsn.scan(program, inputs, states, statics, call.sequences)
 
@@ -222,8 +217,7 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     call = call_of(program, inputs, states, statics, sequences)
     tensors = (*inputs, *states, *statics)
     if not call.differentiable:
-        with torch.no_grad():
-            return _forward(call, _as_rows(call, tensors), save=False)[0]
+        return _without_gradients(call, tensors)[0]
     results = list((_Traced if isinstance(call, TracedCall) else _Eager).apply(call, *tensors))
     n = call.program.sig.num_states
     return results[: call.program.num_outputs + (2 * n if sequences else n)]

@@ -7,6 +7,7 @@ Prologue, epilogue and narrowing are ordinary ops around them (`run.py`), which 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from .blueprint import Blueprint
 from .compile import Program
 from .errors import BackendError, BackendUnavailableError
 from .plan import Plan
-from .run import Call, Launch, written_arrays
+from .run import Call, Launch, copy_over_no_time, written_arrays
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -89,15 +90,24 @@ def _flags_forward(inputs: Sequence[Tensor], save: bool, sequences: bool) -> tup
     return tuple([x.dtype for x in inputs]), save, sequences
 
 
-def _launch(program: str, device: torch.device, direction: str, flags: tuple, T: int, step: tuple[int, ...], checkpoints: int) -> Launch:
-    key = (program, device, direction, flags, T, step, checkpoints)
+def _launch(
+    program: str, inputs: Sequence[Tensor], direction: str, flags: tuple, step: tuple[int, ...], checkpoints: int, roles: tuple[str, ...]
+) -> Launch:  # fmt: skip
+    T, device = inputs[0].shape[0], inputs[0].device
+    key = (program, device, direction, flags, T, step, checkpoints, roles)
     launch = _launches.get(key)
     if launch is None:
-        launch = Launch(program_from(program, device).kernel(direction, *flags), T, step, checkpoints)
+        launch = Launch(program_from(program, device).kernel(direction, *flags), T, step, checkpoints, roles)
         with _lock:
             _launches[key] = launch
             _trim(_launches)
     return launch
+
+
+@functools.cache
+def _roles(inputs: int, states: int, saved: int = 0, given: tuple[str, ...] = ()) -> tuple[str, ...]:
+    counts = (("x", inputs), ("v", states), ("c", saved))
+    return (*[f"{kind}{k}" for kind, count in counts for k in range(count)], *given)
 
 
 def _rows(tensor: Tensor | None, leading: int, step: tuple[int, ...]) -> Tensor | None:
@@ -112,16 +122,13 @@ def _named(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
 
 
 def _forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
-    T, device, step = inputs[0].shape[0], inputs[0].device, tuple(step)
-    launch = _launch(program, device, "forward", _flags_forward(inputs, save, sequences), T, step, checkpoints)
-    arrays = {f"x{k}": _rows(x, 1, step) for k, x in enumerate(inputs)}
-    arrays |= {f"v{k}": _rows(v, 0, step) for k, v in enumerate(states)}
-    written = launch(arrays, _named(params), device)
-    if T == 0:
-        for k, state in enumerate(states):
-            final = written[f"v{k}"]
-            final.zero_() if state is None else final.copy_(state)
-    return list(written.values())
+    step, roles = tuple(step), _roles(len(inputs), len(states))
+    launch = _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles)
+    operands = [_rows(x, 1, step) for x in inputs] + [_rows(v, 0, step) for v in states]
+    written = launch(operands, _named(params), inputs[0].device)
+    if launch.T == 0:
+        copy_over_no_time(dict(zip(launch.roles, written, strict=True)), dict(zip(roles, operands, strict=True)))
+    return written
 
 
 def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, like: Tensor) -> list[Tensor]:
@@ -139,18 +146,14 @@ def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequ
 
 
 def _backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
-    T, device, step = inputs[0].shape[0], inputs[0].device, tuple(step)
-    launch = _launch(program, device, "backward", _flags_backward(inputs, given, wanted), T, step, 0)
-    arrays = {f"x{k}": _rows(x, 1, step) for k, x in enumerate(inputs)}
-    arrays |= {f"v{k}": _rows(v, 0, step) for k, v in enumerate(states)}
-    arrays |= {f"c{k}": c.contiguous() for k, c in enumerate(checkpoints)}
-    arrays |= {role: _rows(g, 0 if role[:2] == "gv" else 1, step) for role, g in zip(given, cotangents, strict=True)}
-    written = launch(arrays, {f"p{k}": p for k, p in enumerate(params)}, device)
-    if T == 0:
-        for role, grad in written.items():
-            final = arrays.get(role)
-            grad.zero_() if final is None else grad.copy_(final)
-    return list(written.values())
+    step, roles = tuple(step), _roles(len(inputs), len(states), len(checkpoints), tuple(given))
+    launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
+    grads = [_rows(g, 0 if role[:2] == "gv" else 1, step) for role, g in zip(given, cotangents, strict=True)]
+    rows = [_rows(x, 1, step) for x in inputs] + [_rows(v, 0, step) for v in states]
+    written = launch([*rows, *[c.contiguous() for c in checkpoints], *grads], _named(params), inputs[0].device)
+    if launch.T == 0:
+        copy_over_no_time(dict(zip(launch.roles, written, strict=True)), dict(zip(given, grads, strict=True)))
+    return written
 
 
 def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
@@ -233,36 +236,30 @@ class TracedCall(Call):
     def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
         """Nothing is built while tracing."""
 
-    def _launch(self, direction: str, flags: tuple) -> Any:
-        return OperatorLaunch(self, direction, flags)
+    def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...]) -> Any:
+        return OperatorLaunch(self, direction, flags, roles)
 
 
 class OperatorLaunch:
     """Stands where `run.Launch` does, and calls the operator."""
 
-    def __init__(self, call: TracedCall, direction: str, flags: tuple):
+    def __init__(self, call: TracedCall, direction: str, flags: tuple, roles: tuple[str, ...]):
         self.call, self.direction, self.flags = call, direction, flags
+        self.given = [r for r in roles if r[0] == "g"]
         self.program = text_of(call.program.blueprint, vjp=direction == "backward")
         with _lock:  # here the text need not be read
             _programs.setdefault((self.program, backend_of(call.device), call.device), call.program)
-        made = call.program.plan_of(direction, *flags)
-        self.writes = [a.role for a in made.writes]
+        self.writes = call.program.plan_of(direction, *flags).writes
+        self.roles = [a.role for a in self.writes]
 
-    def __call__(self, arrays: dict[str, Tensor | None], params: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        call = self.call
-        inputs = [arrays[r] for r in call.roles[: call.num_inputs]]
-        states = [arrays[r] for r in call.roles[call.num_inputs :]]
-        values = [params[f"p{k}"] for k in range(len(params))]
+    def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor], device: torch.device) -> list[Tensor]:
+        call, ops = self.call, torch.ops.flexsn
+        i, n = call.num_inputs, call.num_operands
+        inputs, states, values = list(operands[:i]), list(operands[i:n]), [params[f"p{k}"] for k in range(len(params))]
         step = list(call.shapes.step)
         if self.direction == "forward":
             _, save, sequences = self.flags
-            rows = call.checkpoints if save else 0
-            written = torch.ops.flexsn.forward(self.program, inputs, states, values, step, rows, save, sequences)
-        else:
-            given = [r for r in arrays if r[0] == "g"]
-            checkpoints = [arrays[r] for r in arrays if r[0] == "c"]
-            cotangents = [arrays[r] for r in given]
-            written = torch.ops.flexsn.backward(
-                self.program, inputs, states, values, checkpoints, cotangents, given, list(self.flags[1]), step
-            )  # fmt: skip
-        return dict(zip(self.writes, written, strict=True))
+            return ops.forward(self.program, inputs, states, values, step, call.checkpoints if save else 0, save, sequences)
+        grads = len(operands) - len(self.given)
+        checkpoints, cotangents = list(operands[n:grads]), list(operands[grads:])
+        return ops.backward(self.program, inputs, states, values, checkpoints, cotangents, self.given, list(self.flags[1]), step)

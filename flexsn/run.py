@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from .compile import Program
 from .graph import HALF
 from .memory import empty
 from .plan import Plan
+
+Rows = Sequence[Any]  # tensors; None for a state that starts at zero
 
 
 class Call:
@@ -30,6 +31,8 @@ class Call:
         kinds: shape and dtype of every operand as given, None for a default state.
         roles: of inputs and initial states, in order.
         checkpoints: how many rows of states the forward stores for the backward.
+        saved: roles of these rows.
+        results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
     """
 
     def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
@@ -41,47 +44,65 @@ class Call:
         sig = program.sig
         self.num_inputs, self.num_operands = sig.num_inputs, sig.num_inputs + sig.num_states
         self.roles = tuple([f"x{k}" for k in range(sig.num_inputs)] + [f"v{k}" for k in range(sig.num_states)])
+        self.saved = tuple([f"c{k}" for k in range(sig.num_states)])
         self.checkpoints = program.checkpoints(T)
-        self._launches: dict[tuple, Any] = {}
+        ends = [f"v{k}" for k in range(sig.num_states)]
+        trail = [f"s{k}" for k in range(sig.num_states)] if sequences else []
+        self.results = (*[f"y{k}" for k in range(program.num_outputs)], *ends, *trail)
+        states = [(s, 0) for s in shapes.states]
+        self._shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
+        self._whole = all(shape[leading:] == shapes.step for shape, leading in self._shapes)
+        self._launches: dict[Any, Any] = {}
+        self._wanted: dict[Sequence[bool], tuple[tuple[str, ...], tuple[bool, ...]]] = {}
+
+    def as_returned(self, results: list[Tensor]) -> list[Tensor]:
+        """Results of the step shape at the shapes that the core returns."""
+        if self._whole:
+            return results
+        return [_narrow(t, shape, leading) for t, (shape, leading) in zip(results, self._shapes, strict=True)]
 
     def forward_launch(self, inputs: Sequence[Tensor], save: bool) -> Any:
-        key = ("forward", save)
-        if key not in self._launches:
+        launch = self._launches.get(save)
+        if launch is None:
             flags = tuple([x.dtype for x in inputs]), save, self.sequences
-            self._launches[key] = self._launch("forward", flags)
+            launch = self._launches[save] = self._launch("forward", flags, self.roles)
             if save and self.program.backend.lazy and inputs[0].device.type == "cuda":
                 self._expect_backward(inputs)
-        return self._launches[key]
+        return launch
 
-    def _launch(self, direction: str, flags: tuple) -> Any:
-        return Launch(self.program.kernel(direction, *flags), self.T, self.shapes.step, self.checkpoints)
+    def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...]) -> Any:
+        return Launch(self.program.kernel(direction, *flags), self.T, self.shapes.step, self.checkpoints, roles)
 
     def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
         """Start to build the backward, supposing that every output gets a cotangent."""
         vjp = self.program.vjp
-        present = tuple(sorted(f"gy{k}" for k in range(self.program.num_outputs) if vjp.differentiable[k]))
-        wanted, statics = self.wanted(self.needs)
-        launch, _ = self.backward_launch(inputs, wanted, present, statics)
+        given = tuple([f"gy{k}" for k in range(self.program.num_outputs) if vjp.differentiable[k]])
+        launch, _ = self.backward_launch(inputs, *self.wanted(self.needs), given)
         if launch.writes and launch.numel:
             launch.kernel.expect(launch.numel, inputs[0].device.index)
 
     def wanted(self, needs: Sequence[bool]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
         """Roles of the gradients that operands need, and which statics need one, in the order of the VJP."""
-        vjp = self.program.vjp
-        roles = tuple([f"g{r}" for r, need in zip(self.roles, needs, strict=False) if need and f"g{r}" in vjp.graph.outputs])
-        by_name = dict(zip(self.statics, needs[self.num_operands :], strict=True))
-        return roles, tuple([by_name[name] for name in (*self.program.sig.param_names, *vjp.captured)])
+        found = self._wanted.get(needs)
+        if found is None:
+            vjp = self.program.vjp
+            roles = tuple([f"g{r}" for r, need in zip(self.roles, needs, strict=False) if need and f"g{r}" in vjp.graph.outputs])
+            by_name = dict(zip(self.statics, needs[self.num_operands :], strict=True))
+            found = self._wanted[needs] = roles, tuple([by_name[name] for name in (*self.program.sig.param_names, *vjp.captured)])
+        return found
 
     def backward_launch(
-        self, inputs: Sequence[Tensor], wanted: tuple[str, ...], present: tuple[str, ...], statics: tuple[bool, ...]
+        self, inputs: Sequence[Tensor], wanted: tuple[str, ...], statics: tuple[bool, ...], given: tuple[str, ...]
     ) -> tuple[Any, dict[str, tuple[int, ...]]]:
-        """For the gradients of inputs and states `wanted`, of `statics`, from the cotangents `present`; and the step shapes
+        """For the gradients of inputs and states `wanted`, of `statics`, from the cotangents `given`; and the step shapes
         of the sums over time (`gp*`) that the epilogue takes."""
-        key = ("backward", wanted, present, statics)
+        key = (wanted, statics, given)
         if key not in self._launches:
             vjp = self.program.vjp
             _, sums = vjp.epilogue(statics)
-            launch = self._launch("backward", (tuple([x.dtype for x in inputs]), (*wanted, *sums), present))
+            present = tuple(sorted([r for r in given if r[:2] != "gv"]))
+            flags = tuple([x.dtype for x in inputs]), (*wanted, *sums), present
+            launch = self._launch("backward", flags, (*self.roles, *self.saved, *given))
             steps = {r: rescale(tuple(vjp.frontier[r].meta["val"].shape), self.program.step, self.shapes.step) for r in sums}
             self._launches[key] = launch, steps
         return self._launches[key]
@@ -91,26 +112,31 @@ class Launch:
     """A kernel at given sizes: which arrays it takes, and which are allocated for it.
 
     Attributes:
-        reads: roles, in the order of the kernel's arguments.
-        params: those of them that the prologue computes.
+        params: roles of the arrays that the prologue computes.
         writes: role, shape and dtype of every array to allocate.
+        roles: those of `writes`.
     """
 
-    def __init__(self, kernel: Any, T: int, step: tuple[int, ...], checkpoints: int):
+    def __init__(self, kernel: Any, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[str]):
+        """`roles` of the operands, in the order in which calls pass them."""
         self.kernel, self.T, self.step, self.numel = kernel, T, step, math.prod(step)
-        self.reads = [a.role for a in kernel.plan.reads]
         self.params = [a.role for a in kernel.plan.reads if a.kind == "param"]
         self.writes = written_arrays(kernel.plan, T, step, checkpoints)
+        self.roles = [role for role, _, _ in self.writes]
+        places = {role: place for place, role in enumerate((*roles, *self.params))}
+        self._places = [places.get(a.role, -1) for a in kernel.plan.reads]  # -1: absent
 
-    def __call__(self, arrays: dict[str, Tensor | None], params: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Run; returns what was written, by role."""
+    def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor], device: torch.device) -> list[Tensor]:
+        """Run; returns what was written, in the order of `writes`."""
         dims: list[int] = []
+        found: list[Tensor | None] = [*operands]
         for role in self.params:
             tensor, inner, count = _by_index(params[role].to(device), self.step)  # a number may be a tensor on the CPU
-            arrays[role] = tensor
+            found.append(tensor)
             dims += (inner, count)
-        written = {role: empty(shape, dtype, device) for role, shape, dtype in self.writes}
-        self.kernel([arrays.get(r) for r in self.reads] + list(written.values()), dims, self.T, self.numel)
+        found.append(None)
+        written = [empty(shape, dtype, device) for _, shape, dtype in self.writes]
+        self.kernel([found[place] for place in self._places] + written, dims, self.T, self.numel)
         return written
 
 
@@ -120,69 +146,68 @@ def written_arrays(plan: Plan, T: int, step: tuple[int, ...], checkpoints: int) 
     return [(a.role, (*rows[a.kind], *step), a.storage) for a in plan.writes]
 
 
-@dataclass
-class Forward:
-    """What a forward pass gives: `[T, *shape]` outputs and state sequences, final states, checkpoints to save."""
-
-    outputs: list[Tensor]
-    finals: list[Tensor]
-    sequences: list[Tensor]
-    checkpoints: dict[str, Tensor]
-
-
-def forward(call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None], statics: dict[str, Tensor], save: bool) -> Forward:
+def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Run all T steps.
 
     Args:
-        inputs: rows as `rows()` gives them.
-        states: initial states as `rows()` gives them, or None for zeros.
+        operands: inputs and initial states as `rows()` gives them; a state may be None for zeros.
         save: also write checkpoints for a backward.
+
+    Returns:
+        Outputs, final states and state sequences (`call.results`); checkpoints (`call.saved`).
     """
-    launch, shapes, T = call.forward_launch(inputs, save), call.shapes, call.T
-    arrays: dict[str, Tensor | None] = dict(zip(call.roles, (*inputs, *states), strict=True))
-    written = launch(arrays, call.program.prologue(statics), inputs[0].device)
-    if T == 0:
-        for k, state in enumerate(states):
-            final = written[f"v{k}"]
-            final.zero_() if state is None else final.copy_(state)
-    outputs = [_narrow(written[f"y{k}"], (T, *s), 1) for k, s in enumerate(shapes.outputs)]
-    finals = [_narrow(written[f"v{k}"], s, 0) for k, s in enumerate(shapes.states)]
-    sequences = [_narrow(written[f"s{k}"], (T, *s), 1) for k, s in enumerate(shapes.states)] if call.sequences else []
-    return Forward(outputs, finals, sequences, {r: t for r, t in written.items() if r[0] == "c"})
+    launch = call.forward_launch(operands[: call.num_inputs], save)
+    written = launch(operands, call.program.prologue(statics), operands[0].device)
+    found = dict(zip(launch.roles, written, strict=True))
+    if call.T == 0:
+        copy_over_no_time(found, dict(zip(call.roles, operands, strict=True)))
+    results = call.as_returned([found[r] for r in call.results])
+    return results, [found[r] for r in call.saved] if save else []
+
+
+def copy_over_no_time(written: dict[str, Tensor], given: dict[str, Tensor | None]) -> None:
+    """Without steps nothing runs: what is left at one end of time is what came in at the other."""
+    for role, end in written.items():
+        if role[:1] == "v" or role[:2] == "gv":
+            start = given.get(role)
+            end.zero_() if start is None else end.copy_(start)
+        elif role[:1] == "g":
+            end.zero_()
 
 
 def backward(
-    call: Call, inputs: Sequence[Tensor], states: Sequence[Tensor | None], statics: dict[str, Tensor],
-    checkpoints: dict[str, Tensor], cotangents: dict[str, Tensor], wanted: tuple[str, ...], wanted_statics: tuple[bool, ...],
+    call: Call, operands: Rows, statics: dict[str, Tensor], checkpoints: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None], needs: Sequence[bool],
 ) -> tuple[dict[str, Tensor], list[Tensor | None]]:  # fmt: skip
     """Walk back over all T steps.
 
     Args:
-        cotangents: those that exist, `gy*` (outputs), `gs*` (state sequences), `gv*` (final states).
-        wanted: `gx*` and `gv*` to compute.
-        wanted_statics: which params and captured tensors (in the order of the VJP) need a gradient.
+        operands: as in `forward`.
+        checkpoints: those of the forward.
+        cotangents: of its results, None where absent.
+        needs: which operands and statics need a gradient.
 
     Returns:
-        Gradients of inputs and initial states by role, and gradients of the statics.
+        Gradients of inputs and initial states by role (`gx*`, `gv*`), and gradients of the statics in the order of the VJP.
     """
     vjp, step = call.program.vjp, call.shapes.step
-    present = tuple(sorted([r for r in cotangents if r[:2] != "gv"]))
-    launch, sums = call.backward_launch(inputs, wanted, present, wanted_statics)
-    if not launch.writes:  # no operand that needs a gradient has one
+    wanted, wanted_statics = call.wanted(needs)
+    given, grads = [], []
+    for role, grad in zip(call.results, cotangents, strict=True):
+        if grad is not None:
+            given.append("g" + role)
+            grads.append(_widen(grad, step, 0 if role[0] == "v" else 1))
+    launch, sums = call.backward_launch(operands[: call.num_inputs], wanted, wanted_statics, tuple(given))
+    if not (given and launch.writes):  # no operand that needs a gradient has one
         return {}, [None] * len(wanted_statics)
-    arrays: dict[str, Tensor | None] = dict(zip(call.roles, (*inputs, *states), strict=True))
-    arrays |= checkpoints
-    for role, grad in cotangents.items():
-        arrays[role] = _widen(grad, step, 0 if role[:2] == "gv" else 1)
-    written = launch(arrays, vjp.prologue(statics), inputs[0].device)
+    written = launch((*operands, *checkpoints, *grads), vjp.prologue(statics), operands[0].device)
+    found = dict(zip(launch.roles, written, strict=True))
     if call.T == 0:
-        for role, grad in written.items():
-            final = arrays.get(role)
-            grad.zero_() if final is None else grad.copy_(final)
+        copy_over_no_time(found, dict(zip(given, grads, strict=True)))
     if not any(wanted_statics):
-        return written, [None] * len(wanted_statics)
-    found = vjp.epilogue(wanted_statics)[0](statics, [unbroadcast(written[r], s, 0) for r, s in sums.items()])
-    return {r: written[r] for r in wanted}, [found.get(str(k)) for k in range(len(wanted_statics))]
+        return found, [None] * len(wanted_statics)
+    of_statics = vjp.epilogue(wanted_statics)[0](statics, [unbroadcast(found[r], s, 0) for r, s in sums.items()])
+    return found, [of_statics.get(str(k)) for k in range(len(wanted_statics))]
 
 
 def rows(tensor: Tensor, step: tuple[int, ...], leading: int) -> Tensor:

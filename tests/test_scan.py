@@ -60,9 +60,11 @@ def backward_calls(monkeypatch):
     seen = []
     original = run.backward
 
-    def spy(call, inputs, states, statics, checkpoints, cotangents, wanted, wanted_statics):
-        seen.append((list(wanted), tuple(wanted_statics), sorted(cotangents)))
-        return original(call, inputs, states, statics, checkpoints, cotangents, wanted, wanted_statics)
+    def spy(call, operands, statics, checkpoints, cotangents, needs):
+        wanted, wanted_statics = call.wanted(needs)
+        given = sorted([f"g{role}" for role, grad in zip(call.results, cotangents, strict=True) if grad is not None])
+        seen.append((list(wanted), tuple(wanted_statics), given))
+        return original(call, operands, statics, checkpoints, cotangents, needs)
 
     monkeypatch.setattr(run, "backward", spy)
     return seen
