@@ -7,8 +7,10 @@ before triton is imported) kernels run on CPU tensors, slowly: for tests.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import json
 import linecache
 import math
 import os
@@ -16,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from . import _compat
 from .errors import BackendUnavailableError, BuildError
+from .launch_cpp import cache_folder
 from .plan import Plan
 from .render_triton import STORAGE, kernel_name, nullable
 
@@ -83,6 +86,42 @@ def _triton() -> Any:
     return triton
 
 
+class MeasuredTiles:
+    """The tiles that `tune=True` found for one kernel, by GPU and number of neurons (to the next power of two): a file.
+
+    A file that cannot be read, written or understood counts as none: it holds nothing that a result depends on.
+    """
+
+    def __init__(self, source: str):
+        self._name = hashlib.sha256(source.encode()).hexdigest()[:32] + ".json"
+        self._found: dict[str, Tile] | None = None
+
+    def get(self, N: int, index: int, aligned: bool) -> Tile | None:
+        if self._found is None:
+            self._found = self._read()
+        return self._found.get(self._key(N, index, aligned)) if self._found else None
+
+    def keep(self, N: int, index: int, aligned: bool, tile: Tile) -> None:
+        self._found = {**self._read(), self._key(N, index, aligned): tile}
+        with contextlib.suppress(OSError):
+            path = cache_folder() / "tiles" / self._name
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps({key: asdict(tile) for key, tile in self._found.items()}, indent=1))
+            part.replace(path)
+
+    def _read(self) -> dict[str, Tile]:
+        try:
+            kept = json.loads((cache_folder() / "tiles" / self._name).read_text())
+            return {key: Tile(**fields) for key, fields in kept.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    @staticmethod
+    def _key(N: int, index: int, aligned: bool) -> str:
+        return f"{_gpu_name(index)}, {1 << (N - 1).bit_length()} neurons" + (", aligned" if aligned else "")
+
+
 class Kernel:
     """A rendered plan, its function, and the binaries made of it: one per tile and GPU."""
 
@@ -91,6 +130,7 @@ class Kernel:
         self.function = _define(source, kernel_name(plan))
         self._builds: dict[tuple[Tile, int], Future] = {}
         self._ready: dict[tuple[int, int, bool], tuple] = {}
+        self.tiles = MeasuredTiles(source)
         self._nullable = [(1 << bit, plan.arguments.index(a)) for bit, a in enumerate(nullable(plan))]
 
     def __call__(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int) -> None:
@@ -111,33 +151,54 @@ class Kernel:
         address = N
         for pointer in pointers:
             address |= pointer
-        index, aligned = device.index, not address % 16
-        ready = self._ready.get((N, index, aligned)) or self._prepare(N, index, aligned)
+        key = N, device.index, not address % 16
+        self._run(self._ready.get(key) or self._prepare(*key), device.index, (*pointers, *dims, T, N, given))
+
+    def _run(self, ready: tuple, index: int, arguments: tuple) -> None:
         binary, grid, tile = ready
-        stream = _compat.current_stream(index)
-        numbers = (*pointers, *dims, T, N, given, tile.block, tile.ahead)
+        fixed = grid, 1, 1, _compat.current_stream(index), binary.function, binary.packed_metadata, None, None, None
         if _compat.current_device() == index:
-            binary.run(grid, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *numbers)
+            binary.run(*fixed, *arguments, tile.block, tile.ahead)
         else:
             with torch.cuda.device(index):
-                binary.run(grid, 1, 1, stream, binary.function, binary.packed_metadata, None, None, None, *numbers)
+                binary.run(*fixed, *arguments, tile.block, tile.ahead)
+
+    def run_tile(self, tile: Tile, arrays: Sequence[Tensor], dims: Sequence[int], T: int, N: int) -> None:
+        """As a call with all arrays given, with a tile."""
+        index = arrays[-1].device.index
+        ready = self._binary(self.expect_tile(tile, index), tile, index), -(-N // tile.block), tile
+        self._run(ready, index, (*[a.data_ptr() for a in arrays], *dims, T, N, (1 << len(self._nullable)) - 1))
 
     def _prepare(self, N: int, index: int, aligned: bool) -> tuple:
-        tile = tile_for(self.plan, N, _processors(index), aligned)
+        tile = self.tile(N, index, aligned)
         if len(self._ready) > 1000:
             self._ready.clear()
         build = self.expect(N, index, aligned)
         self._ready[N, index, aligned] = ready = (self._binary(build, tile, index), -(-N // tile.block), tile)
         return ready
 
+    def forget(self, N: int) -> None:
+        """Choose the tile for N neurons again at the next call."""
+        for key in [key for key in self._ready if key[0] == N]:
+            self._ready.pop(key, None)
+
+    def tile(self, N: int, index: int, aligned: bool) -> Tile:
+        """The tile that was measured on this kind of GPU, or else the one by `tile_for`."""
+        return self.tiles.get(N, index, aligned) or tile_for(self.plan, N, _processors(index), aligned)
+
     def expect(self, N: int, index: int, aligned: bool = True) -> Future:
         """Start to build what a call with N neurons on a GPU needs, and, for a later one, the tile of the other class of N."""
-        tiles = [tile_for(self.plan, n, _processors(index), aligned) for n in (N, 1, 1 << 40)]
+        first = self.expect_tile(self.tile(N, index, aligned), index)
+        for n in (1, 1 << 40):
+            self.expect_tile(tile_for(self.plan, n, _processors(index), aligned), index)
+        return first
+
+    def expect_tile(self, tile: Tile, index: int) -> Future:
+        """Start to build a tile, once."""
         with _lock, torch.cuda.device(index):
-            for tile in tiles:
-                if (tile, index) not in self._builds:
-                    self._builds[tile, index] = _builders().submit(self.build, tile, _target())
-            return self._builds[tiles[0], index]
+            if (tile, index) not in self._builds:
+                self._builds[tile, index] = _builders().submit(self.build, tile, _target())
+            return self._builds[tile, index]
 
     def _binary(self, build: Future, tile: Tile, index: int) -> Any:
         """The binary for a tile, loaded on a GPU; a failed build may be tried again."""
@@ -194,6 +255,11 @@ def _builders() -> ThreadPoolExecutor:
 def _target() -> Any:
     """The current GPU."""
     return _triton().runtime.driver.active.get_current_target()
+
+
+@functools.cache
+def _gpu_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
 
 
 @functools.cache

@@ -59,6 +59,7 @@ class FlexSN(nn.Module):
         backend: `"auto"`, `"cpp"`, `"triton"` (also named `"inductor"`), `"torch"` (the eager loop) or `"hop"`; see `scan`.
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
         strict: make `"auto"` raise where it would fall back to the eager loop.
+        tune: as in `flexsn.scan`: measure the kernels' tiles at the sizes of the first call.
 
     Attributes:
         states: list of carried states `[*shape]`, or None after `reset()`.
@@ -83,6 +84,7 @@ class FlexSN(nn.Module):
         *,
         params: Sequence[Tensor] = (),
         strict: bool = False,
+        tune: bool = False,
     ):
         super().__init__()
         if step_mode not in ("m", "s"):
@@ -106,7 +108,7 @@ class FlexSN(nn.Module):
                 f"requires_grad has {len(self.requires_grad_flags)} flags for {self.num_inputs} inputs + {self.num_states} states",
                 core=core_name(core),
             )
-        self.step_mode, self.backend, self.store_state_seqs, self.strict = step_mode, backend, store_state_seqs, strict
+        self.step_mode, self.backend, self.store_state_seqs, self.strict, self.tune = step_mode, backend, store_state_seqs, strict, tune
         self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
         self.state_seqs: list[Tensor] | None = None
         self.captured: _Tensors | None = None
@@ -234,7 +236,7 @@ class FlexSN(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             finals, trail, outputs = compile_core(self.core, self, inputs, tuple(states), params, **flags)
         else:
-            finals, trail, outputs = run_core(self.core, *self.look(), inputs, tuple(states), params, **flags)
+            finals, trail, outputs = run_core(self.core, *self.look(), inputs, tuple(states), params, tune=self.tune, **flags)
         return outputs, finals, trail if sequences else None
 
     def reset(self) -> None:

@@ -22,7 +22,7 @@ from .blueprint import Blueprint
 from .compile import Program
 from .errors import BackendError, BackendUnavailableError
 from .plan import Plan
-from .run import Call, Launch, copy_over_no_time, written_arrays
+from .run import Call, Launch, arrays_of, copy_over_no_time
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -132,7 +132,7 @@ def _forward(program, inputs, states, params, step, checkpoints, save, sequences
 
 
 def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, like: Tensor) -> list[Tensor]:
-    return [like.new_empty(shape, dtype=dtype) for _, shape, dtype in written_arrays(made, T, tuple(step), checkpoints)]
+    return [like.new_empty(shape, dtype=dtype) for _, shape, dtype in arrays_of(made.writes, T, tuple(step), checkpoints)]
 
 
 def _fake_forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:

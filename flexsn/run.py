@@ -13,7 +13,7 @@ from .blueprint import Shapes, rescale
 from .compile import Program
 from .graph import HALF
 from .memory import empty
-from .plan import Plan
+from .plan import Array
 
 Rows = Sequence[Any]  # tensors; None for a state that starts at zero
 
@@ -73,11 +73,15 @@ class Call:
     def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...]) -> Any:
         return Launch(self.program.kernel(direction, *flags), self.T, self.shapes.step, self.checkpoints, roles)
 
-    def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
-        """Start to build the backward, supposing that every output gets a cotangent."""
+    def usual_backward(self, inputs: Sequence[Tensor]) -> Any:
+        """The backward for cotangents of every output and of nothing else."""
         vjp = self.program.vjp
         given = tuple([f"gy{k}" for k in range(self.program.num_outputs) if vjp.differentiable[k]])
-        launch, _ = self.backward_launch(inputs, *self.wanted(self.needs), given)
+        return self.backward_launch(inputs, *self.wanted(self.needs), given)[0]
+
+    def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
+        """Start to build the backward."""
+        launch = self.usual_backward(inputs)
         if launch.writes and launch.numel:
             launch.kernel.expect(launch.numel, inputs[0].device.index)
 
@@ -121,7 +125,8 @@ class Launch:
         """`roles` of the operands, in the order in which calls pass them."""
         self.kernel, self.T, self.step, self.numel = kernel, T, step, math.prod(step)
         self.params = [a.role for a in kernel.plan.reads if a.kind == "param"]
-        self.writes = written_arrays(kernel.plan, T, step, checkpoints)
+        self.checkpoints = checkpoints
+        self.writes = arrays_of(kernel.plan.writes, T, step, checkpoints)
         self.roles = [role for role, _, _ in self.writes]
         places = {role: place for place, role in enumerate((*roles, *self.params))}
         self._places = [places.get(a.role, -1) for a in kernel.plan.reads]  # -1: absent
@@ -140,10 +145,10 @@ class Launch:
         return written
 
 
-def written_arrays(plan: Plan, T: int, step: tuple[int, ...], checkpoints: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Role, shape and dtype of every array that a kernel writes."""
-    rows = {"sequence": (T,), "checkpoint": (checkpoints,), "row": ()}
-    return [(a.role, (*rows[a.kind], *step), a.storage) for a in plan.writes]
+def arrays_of(arrays: Sequence[Array], T: int, step: tuple[int, ...], checkpoints: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Role, shape and dtype of arrays that a kernel takes: of its writes, or of its reads (params at full size)."""
+    rows = {"sequence": (T,), "checkpoint": (checkpoints,), "row": (), "param": ()}
+    return [(a.role, (*rows[a.kind], *step), a.storage) for a in arrays]
 
 
 def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) -> tuple[list[Tensor], list[Tensor]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import _compat, dynamo, run
 from . import reads as reading
+from . import tune as tuning
 from .blueprint import Blueprint
 from .capture import Meta
 from .compile import Program, program_for
@@ -51,6 +52,7 @@ def scan(
     store_state_seqs: bool = False,
     backend: str = "auto",
     strict: bool = False,
+    tune: bool = False,
 ) -> ScanResult:
     """Run one-step function `core` over T steps in one fused kernel, differentiable in every tensor it touches.
 
@@ -63,6 +65,8 @@ def scan(
         backend: `"auto"`, `"cpp"` (fused, CPU), `"triton"` (fused, NVIDIA GPUs; also named `"inductor"`), `"torch"` (the
             eager loop) or `"hop"` (the device's fused one, through the operator that compiled calls take).
         strict: make `"auto"` raise where it would fall back to the eager loop.
+        tune: on a GPU, measure the kernels' tiles at these sizes first (seconds, once: the choice is kept on disk, and used by
+            later calls of all kinds). Compiled calls do not measure.
 
     Returns:
         `ScanResult(outputs, states)`, both tuples.
@@ -77,7 +81,9 @@ def scan(
     if torch.compiler.is_dynamo_compiling():
         finals, sequences, outputs = compile_core(core, None, *operands, backend=backend, strict=strict, sequences=store_state_seqs)
     else:
-        finals, sequences, outputs = run_core(core, look(core), {}, *operands, backend=backend, strict=strict, sequences=store_state_seqs)
+        finals, sequences, outputs = run_core(
+            core, look(core), {}, *operands, backend=backend, strict=strict, sequences=store_state_seqs, tune=tune
+        )
     return ScanResult(tuple(outputs), tuple(sequences if store_state_seqs else finals))
 
 
@@ -139,6 +145,7 @@ def compiled_loop(
 def run_core(
     core: Callable, seen: Reads, replaced: dict[str, Any], inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
     params: tuple[Tensor, ...], *, backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
+    tune: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
     if backend not in BACKENDS:
@@ -146,12 +153,13 @@ def run_core(
     if autocasting():  # dtypes are those of the operands
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return run_core(
-                core, seen, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs
-            )
+                core, seen, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs,
+                tune=tune,
+            )  # fmt: skip
     captured = seen.tensors(replaced) if seen.objects else {}
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
-    key = _kinds(tensors, (*counts, backend, sequences, num_outputs))
+    key = _kinds(tensors, (*counts, backend, sequences, num_outputs, tune))
     call = seen.calls.get(key)
     if call is not None and _compat.forward_ad_level() < 0:
         try:
@@ -167,6 +175,8 @@ def run_core(
     if backend != "torch":
         try:
             call = _prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
+            if tune and type(call) is run.Call:
+                tuning.tune(call, inputs)
             results = run_call(call, tensors)
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
