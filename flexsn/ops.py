@@ -22,7 +22,7 @@ from .blueprint import Blueprint
 from .compile import Program
 from .errors import BackendError, BackendUnavailableError
 from .plan import Plan
-from .run import Call, Launch, arrays_of, copy_over_no_time
+from .run import Call, Launch, arrays_of
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -125,10 +125,7 @@ def _forward(program, inputs, states, params, step, checkpoints, save, sequences
     step, roles = tuple(step), _roles(len(inputs), len(states))
     launch = _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles)
     operands = [_rows(x, 1, step) for x in inputs] + [_rows(v, 0, step) for v in states]
-    written = launch(operands, _named(params), inputs[0].device)
-    if launch.T == 0:
-        copy_over_no_time(dict(zip(launch.roles, written, strict=True)), dict(zip(roles, operands, strict=True)))
-    return written
+    return launch(operands, _named(params), inputs[0].device)
 
 
 def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, like: Tensor) -> list[Tensor]:
@@ -150,10 +147,7 @@ def _backward(program, inputs, states, params, checkpoints, cotangents, given, w
     launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
     grads = [_rows(g, 0 if role[:2] == "gv" else 1, step) for role, g in zip(given, cotangents, strict=True)]
     rows = [_rows(x, 1, step) for x in inputs] + [_rows(v, 0, step) for v in states]
-    written = launch([*rows, *[c.contiguous() for c in checkpoints], *grads], _named(params), inputs[0].device)
-    if launch.T == 0:
-        copy_over_no_time(dict(zip(launch.roles, written, strict=True)), dict(zip(given, grads, strict=True)))
-    return written
+    return launch([*rows, *[c.contiguous() for c in checkpoints], *grads], _named(params), inputs[0].device)
 
 
 def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:

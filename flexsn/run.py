@@ -128,6 +128,7 @@ class Launch:
         self.checkpoints = checkpoints
         self.writes = arrays_of(kernel.plan.writes, T, step, checkpoints)
         self.roles = [role for role, _, _ in self.writes]
+        self._given = roles
         places = {role: place for place, role in enumerate((*roles, *self.params))}
         self._places = [places.get(a.role, -1) for a in kernel.plan.reads]  # -1: absent
 
@@ -141,8 +142,20 @@ class Launch:
             dims += (inner, count)
         found.append(None)
         written = [empty(shape, dtype, device) for _, shape, dtype in self.writes]
+        if self.T == 0:
+            _copy_over_no_time(dict(zip(self.roles, written, strict=True)), dict(zip(self._given, operands, strict=True)))
         self.kernel([found[place] for place in self._places] + written, dims, self.T, self.numel)
         return written
+
+
+def _copy_over_no_time(written: dict[str, Tensor], given: dict[str, Tensor | None]) -> None:
+    """Without steps nothing runs: what is left at one end of time is what came in at the other."""
+    for role, end in written.items():
+        if role[:1] == "v" or role[:2] == "gv":
+            start = given.get(role)
+            end.zero_() if start is None else end.copy_(start)
+        elif role[:1] == "g":
+            end.zero_()
 
 
 def arrays_of(arrays: Sequence[Array], T: int, step: tuple[int, ...], checkpoints: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -164,20 +177,8 @@ def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) 
     launch = call.forward_launch(operands[: call.num_inputs], save)
     written = launch(operands, call.program.prologue(statics), operands[0].device)
     found = dict(zip(launch.roles, written, strict=True))
-    if call.T == 0:
-        copy_over_no_time(found, dict(zip(call.roles, operands, strict=True)))
     results = call.as_returned([found[r] for r in call.results])
     return results, [found[r] for r in call.saved] if save else []
-
-
-def copy_over_no_time(written: dict[str, Tensor], given: dict[str, Tensor | None]) -> None:
-    """Without steps nothing runs: what is left at one end of time is what came in at the other."""
-    for role, end in written.items():
-        if role[:1] == "v" or role[:2] == "gv":
-            start = given.get(role)
-            end.zero_() if start is None else end.copy_(start)
-        elif role[:1] == "g":
-            end.zero_()
 
 
 def backward(
@@ -207,8 +208,6 @@ def backward(
         return {}, [None] * len(wanted_statics)
     written = launch((*operands, *checkpoints, *grads), vjp.prologue(statics), operands[0].device)
     found = dict(zip(launch.roles, written, strict=True))
-    if call.T == 0:
-        copy_over_no_time(found, dict(zip(given, grads, strict=True)))
     if not any(wanted_statics):
         return found, [None] * len(wanted_statics)
     of_statics = vjp.epilogue(wanted_statics)[0](statics, [unbroadcast(found[r], s, 0) for r, s in sums.items()])

@@ -248,6 +248,17 @@ def test_dynamic_sizes_with_a_broadcast_state():
         assert torch.equal(compiled(x, v.clone()), core(x, v))
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_number_of_steps_that_the_data_decides():
+    def core(x, kept, v):
+        return flexsn.scan(leaky, [x[kept]], [v], [torch.tensor(0.5)]).outputs[0]
+
+    compiled = torch.compile(core, backend="aot_eager", fullgraph=True, dynamic=True)
+    x, v = torch.randn(6, 4), torch.randn(4)
+    for kept in ([True, False, True, True, False, True], [True] * 6):
+        assert torch.equal(compiled(x, torch.tensor(kept), v), core(x, torch.tensor(kept), v))
+
+
 def test_a_core_that_reads_a_size_stays_right():
     def core(x, v):
         v = v * 0.5 + x / x.shape[0]
