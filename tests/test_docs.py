@@ -75,3 +75,19 @@ def test_export_snippets_run(whole, tmp_path, monkeypatch):
         names["net"].requires_grad_(False)
         flexsn.reset_net(net)
         torch.testing.assert_close(names["run"](x[:5]).detach(), net(x[:5]))
+
+
+@pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")  # PyTorch's own, 2.13
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch's own, as it traces a surrogate
+def test_lowlevel_snippets_run(capsys):
+    text = (ROOT / "docs" / "lowlevel.md").read_text()
+    names: dict = {}
+    exec(compile("\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)), "lowlevel.md", "exec"), names)
+    x, v = names["x"].detach().requires_grad_(), names["v"]
+    y = flexsn.scan(names["lif"], [x], [v]).outputs[0]
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(names["grad_x"], grad)
+    torch.testing.assert_close(names["x"].grad, grad)
+    for same in ("spikes", "y", "y2"):
+        assert torch.equal(names[same], y)
+    assert "def lif_step" in capsys.readouterr().out
