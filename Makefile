@@ -10,9 +10,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 READY := .venv/.ready
 BENCH_READY := .bench-venv/.ready
+DOCS_READY := .docs-venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-full lint format bench bench-gpu clean
+.PHONY: help demo test test-slow test-full lint format docs docs-check bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -56,6 +57,18 @@ format: $(READY) ## sort imports, lay out code, apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# what builds the site reads the sources and imports nothing of them
+$(DOCS_READY): docs/requirements.txt
+	test -x .docs-venv/bin/python || $(PYTHON) -m venv .docs-venv
+	.docs-venv/bin/python -m pip --disable-pip-version-check install --quiet --requirement docs/requirements.txt
+	touch $@
+
+docs: $(DOCS_READY) ## build the site strictly: site/index.html
+	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --quiet --strict
+
+docs-check: docs ## open every page of the site in a headless browser (needs chromium)
+	$(PYTHON) tools/check_site.py
+
 bench: $(BENCH_READY) ## measure against the peers (minutes), results in benchmarks/results/
 	.bench-venv/bin/python benchmarks/run.py --float64-gate
 
@@ -64,5 +77,5 @@ bench-gpu: ## test and measure on an NVIDIA GPU, with the python3 that has PyTor
 	PYTHONPATH=. $(PYTHON) benchmarks/network.py --output benchmarks/results/network_$$(date +%F).json
 
 clean: ## remove .venv, .bench-venv and everything made
-	rm -rf .venv .bench-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv .bench-venv .docs-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

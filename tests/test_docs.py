@@ -1,6 +1,9 @@
 """What the documents show is what the code does."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,3 +94,41 @@ def test_lowlevel_snippets_run(capsys):
     for same in ("spikes", "y", "y2"):
         assert torch.equal(names[same], y)
     assert "def lif_step" in capsys.readouterr().out
+
+
+def run_snippets(page):
+    """Run the Python of a page, from its first snippet to its last; the names that it leaves."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+    assert blocks
+    names: dict = {}
+    exec(compile("\n".join(blocks), page, "exec"), names)
+    return names
+
+
+def test_quickstart_runs():
+    names = run_snippets("index.md")
+    assert names["loss"].isfinite() and names["net"][0].weight.grad.abs().sum() > 0
+
+
+def test_own_neuron_runs():
+    names = run_snippets("own_neuron.md")
+    assert names["spikes"].sum() > 0
+    assert names["neuron"].core.w_alpha.grad.abs().sum() > 0
+
+
+@pytest.mark.slow
+def test_add_an_op(tmp_path):
+    """The row of the page, added to a copy of the package, is all that its core needs."""
+    row, use = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add_an_op.md").read_text(), flags=re.DOTALL)
+    shutil.copytree(ROOT / "flexsn", tmp_path / "flexsn")
+    (tmp_path / "neuron.py").write_text(use)
+
+    def run():
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        return subprocess.run([sys.executable, "neuron.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    assert "`special_bessel_j0` has no rule in the closed op set" in run().stderr
+    with (tmp_path / "flexsn" / "opset.py").open("a") as opset:
+        opset.write(row)
+    done = run()
+    assert done.returncode == 0, done.stderr
