@@ -183,6 +183,12 @@ class StaticModule:
     def __init__(self, module: Callable | None, operands: Sequence[str], constants: Sequence[Tensor], results: Sequence[str]):
         self.module, self.operands, self.constants, self.results = module, operands, constants, results
 
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """Its ops, in order."""
+        graph = getattr(self.module, "__self__", None)  # `module` is the `forward` of a `GraphModule`
+        return [] if graph is None else [n for n in graph.graph.nodes if n.op == "call_function"]
+
     def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> dict[str, Tensor]:
         if self.module is None:
             return {}

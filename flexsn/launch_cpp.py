@@ -60,14 +60,17 @@ class Kernel:
         """Run over T steps of N neurons; arrays contiguous, in the order of `plan.arguments`, None where absent."""
         if T == 0 or N == 0:
             return
-        threads = max(1, min(num_threads(), T * N // _GRAIN))
         pointers = self._pointers(*[None if a is None else a.data_ptr() for a in arrays])
-        large = T * N * self._step_bytes > _cache_bytes() // 2
-        kind = _kind_of_tile(self.plan.direction, N // threads, large)
-        tile = self._tile(N, threads, kind)
-        large &= kind != "long"
+        tile, threads, large = self.cut(T, N)
         if self._run(pointers, self._dims(*dims), T, N, tile, threads, large):
             raise MemoryError("flexsn: no memory for the scratch rows of a tile")
+
+    def cut(self, T: int, N: int) -> tuple[int, int, bool]:
+        """Neurons per tile, threads, and whether finished rows are streamed past the cache."""
+        threads = max(1, min(num_threads(), T * N // _GRAIN))
+        large = T * N * self._step_bytes > _cache_bytes() // 2
+        kind = _kind_of_tile(self.plan.direction, N // threads, large)
+        return self._tile(N, threads, kind), threads, large and kind != "long"
 
 
 def _kind_of_tile(direction: str, row: int, large: bool) -> str:

@@ -152,7 +152,7 @@ class Kernel:
         for pointer in pointers:
             address |= pointer
         key = N, device.index, not address % 16
-        self._run(self._ready.get(key) or self._prepare(*key), device.index, (*pointers, *dims, T, N, given))
+        self._run(self._ready.get(key) or self.prepare(*key), device.index, (*pointers, *dims, T, N, given))
 
     def _run(self, ready: tuple, index: int, arguments: tuple) -> None:
         binary, grid, tile = ready
@@ -169,7 +169,8 @@ class Kernel:
         ready = self._binary(self.expect_tile(tile, index), tile, index), -(-N // tile.block), tile
         self._run(ready, index, (*[a.data_ptr() for a in arrays], *dims, T, N, (1 << len(self._nullable)) - 1))
 
-    def _prepare(self, N: int, index: int, aligned: bool) -> tuple:
+    def prepare(self, N: int, index: int, aligned: bool) -> tuple:
+        """The loaded binary for N neurons on a GPU, the number of programs, and the tile."""
         tile = self.tile(N, index, aligned)
         if len(self._ready) > 1000:
             self._ready.clear()

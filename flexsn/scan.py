@@ -174,7 +174,7 @@ def run_core(
     _refuse_stale(sig, inputs, states)
     if backend != "torch":
         try:
-            call = _prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
+            call = prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
             if tune and type(call) is run.Call:
                 tuning.tune(call, inputs)
             results = run_call(call, tensors)
@@ -250,7 +250,7 @@ def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _prepare(
+def prepare(
     core, seen: Reads, replaced, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None
 ) -> run.Call:
     """Find or make the program for a call."""
