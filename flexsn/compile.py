@@ -40,8 +40,8 @@ class Program:
         self.device = device
         self._kernels: dict[tuple, Any] = {}
         self._lock = threading.RLock()
-        self.graph, params = self._lower_forward()
-        self.prologue = _static_module(blueprint.forward, params, {})
+        self.graph, self.params = self._lower_forward()
+        self.prologue = _static_module(blueprint.forward, self.params, {})
         sig = self.sig
         itemsize = max(m.dtype.itemsize for m in blueprint.metas[: sig.num_inputs])
         sizes = (sig.num_inputs, sig.num_states, len(self.graph.nodes), itemsize)

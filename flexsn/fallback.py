@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 
 from .errors import FallbackWarning
 from .places import INTERNAL
@@ -17,6 +19,18 @@ def warn_once(what: str, why: Exception) -> None:
     if text not in _warned:
         _warned.add(text)
         warnings.warn(text, FallbackWarning, stacklevel=_users_level())
+
+
+@contextlib.contextmanager
+def unsaid() -> Iterator[None]:
+    """While inside nothing is said, and what would have been said still will be."""
+    before = set(_warned)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            yield
+    finally:
+        _warned.intersection_update(before)
 
 
 def _users_level() -> int:

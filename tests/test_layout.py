@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -17,24 +18,35 @@ ORDER = [
 ]  # fmt: skip
 
 
-def imports(path, top_level_only=False):
-    """flexsn modules that a file imports; with `top_level_only`, when it is imported."""
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and (node.level == 1 or (node.module or "").startswith("flexsn")):
-            module = (node.module or "").removeprefix("flexsn").strip(".")
-            found |= {module.split(".")[0]} if module else {alias.name for alias in node.names}
+SUBPACKAGES = sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py"))
+
+
+def name_of(path):
+    """`module`, or `subpackage.module`; a subpackage's own name is that of its `__init__.py`."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path):
+    """flexsn modules that a file imports, by name."""
+    here, found = path.parent.relative_to(PACKAGE.parent).parts, set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            start = ".".join(here[: len(here) + 1 - node.level]) if node.level else ""
+            module = ".".join(filter(None, (start, node.module)))
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("flexsn.")}
-    return {n for n in found if (PACKAGE / f"{n}.py").exists()}
+            found |= {alias.name for alias in node.names}
+    return {n.removeprefix("flexsn.") for n in found} & NAMES
 
 
-MODULES = {p.stem: imports(p) for p in PACKAGE.glob("*.py") if p.stem != "__init__"}
+FILES = [p for p in PACKAGE.glob("**/*.py") if p != PACKAGE / "__init__.py"]
+NAMES = {name_of(p) for p in FILES}
+MODULES = {name_of(p): imports(p) for p in FILES}
 
 
 def stage(name):
+    if "." in name or name in SUBPACKAGES:
+        return len(ORDER)  # after every stage: none imports a subpackage
     stem = name.split("_")[0]
     return ORDER.index(stem) if stem in ORDER else None
 
@@ -52,13 +64,18 @@ def test_direction(name):
     assert not late, f"{name} imports {sorted(late)}"
 
 
+def test_packages_are_shipped():
+    listed = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == ["flexsn", *(f"flexsn.{name}" for name in SUBPACKAGES)]
+
+
 def test_errors_and_opset_stand_alone():
     assert MODULES["errors"] == set() and MODULES["opset"] == set() and MODULES["surrogate"] == set()
 
 
 def test_private_names_of_torch_are_in_one_place():
     allowed = {"_compat", "dynamo", "lower"}
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.glob("**/*.py"):
         text = path.read_text()
         if path.stem not in allowed:
             assert "import torch._" not in text and "from torch._" not in text.replace("from torch._ops", ""), path.name
@@ -86,6 +103,7 @@ def test_public_names():
         "decompose",
         "detach_states",
         "errors",
+        "explain",
         "reset_net",
         "scan",
         "surrogate",

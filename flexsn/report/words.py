@@ -1,0 +1,44 @@
+"""Numbers and places as a reader likes them; shared by the text and the page."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def total(nbytes: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def short(line: str | None) -> str:
+    """`file.py:number` of a `file:number: text` line."""
+    if not line:
+        return ""
+    place = line.partition(": ")[0].rstrip(":")
+    file, _, number = place.rpartition(":")
+    return f"{os.path.basename(file)}:{number}"
+
+
+_TOLD = {
+    "tile": "tiles of {} neurons", "threads": "{} threads", "scratch_bytes": "{} B of scratch per tile",
+    "vector_bits": "vectors of {} bits", "vector_registers": "{} vector registers", "warps": "{} warps", "programs": "{} programs",
+    "registers": "{} registers per thread", "spills": "{} spills", "shared_bytes": "{} B of shared memory", "note": "{}",
+}  # fmt: skip
+_FLAGS = {"streamed": "rows streamed past the cache", "loads_ahead": "loads one chunk ahead"}
+
+
+def launch_words(launch: dict[str, Any]) -> str:
+    told = [_TOLD[key].format(value) for key, value in launch.items() if key in _TOLD]
+    return ", ".join(told + [text for key, text in _FLAGS.items() if launch.get(key)])
