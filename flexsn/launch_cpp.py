@@ -219,7 +219,7 @@ def _compiler_identity() -> tuple[str, ...]:
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------------
-def _has_sleef() -> bool:
+def has_sleef() -> bool:
     """Whether libtorch_cpu carries the vector maths of Sleef (x86-64 builds from PyPI do)."""
     library = _TORCH / "lib" / "libtorch_cpu.so"
     return platform.machine() == "x86_64" and library.exists() and hasattr(ctypes.CDLL(str(library)), "Sleef_expf8_u10")
@@ -231,7 +231,7 @@ def _build(source: str, path: Path) -> None:
     openmp = sorted(glob.glob(str(_TORCH / "lib" / "libgomp*"))) or ["-lgomp"]  # the one runtime that PyTorch uses too
     libraries = [*openmp[:1]]
     flags = [*_FLAGS, f"-I{HEADERS}"]
-    if _has_sleef():
+    if has_sleef():
         flags.append("-DFLEXSN_SLEEF")
         libraries.append(str(_TORCH / "lib" / "libtorch_cpu.so"))
     if "#include <ATen" in source:

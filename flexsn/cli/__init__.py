@@ -1,0 +1,5 @@
+"""The command line: `flexsn explain | bench | doctor | cache | completion`, also as `python -m flexsn`."""
+
+from .main import main
+
+__all__ = ["main"]

@@ -32,7 +32,7 @@ from ..scan import BACKENDS as NAMES
 from ..scan import prepare
 from .dependency import drawing_of
 from .hoisted import hoisted_ops, op_of
-from .measure import copy_seconds, least_seconds
+from .measure import Others, copy_seconds, least_seconds
 from .model import Choice, Operand, Pass, Problem, SourceLine
 from .reports import NetworkReport, Report
 from .subject import Subject, machine_facts, source_of, subject_of
@@ -250,7 +250,7 @@ def _launch_facts(kernel: Any, call: Call) -> dict[str, Any]:
 
 # --- what it costs ----------------------------------------------------------------------------------------------------------------------
 def _measure(report: Report, subject: Subject, call: Call) -> None:
-    device, tensors = call.program.device, subject.tensors
+    device, tensors, others = call.program.device, subject.tensors, Others()
     with torch.no_grad():
         quiet = _call(subject)
         report.passes["inference"].measured_s = least_seconds(lambda: run_call(quiet, tensors), device)
@@ -266,3 +266,4 @@ def _measure(report: Report, subject: Subject, call: Call) -> None:
         )
     for made in report.passes.values():
         made.bound_s = copy_seconds(made.bytes_moved, device)
+    report.others_busy = others.share()

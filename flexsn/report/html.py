@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from .highlight import highlight, highlight_style
+from .measure import disturbance
 from .model import Facts, Op, Pass, SourceLine
 from .style import STYLE
 from .svg import draw
@@ -147,7 +148,7 @@ def _cost_note(report: Facts) -> str:
     measured = f" A copy of this size moves {rate / 1e9:.1f} GB/s here." if rate else " Nothing was measured."
     return (
         "Bytes and operations per neuron-step; times of whole calls from Python, the shortest of several. The bound is the time "
-        "that PyTorch's own copy takes to move as many bytes." + measured
+        "that PyTorch's own copy takes to move as many bytes." + f"{measured} {disturbance(report.others_busy)}".rstrip()
     )
 
 

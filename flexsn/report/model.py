@@ -145,6 +145,7 @@ class Facts:
         graph, vjp: the step and its derivative over the closed op set, as text.
         passes: the kernels, by name.
         machine: processor, threads and versions.
+        others_busy: share of the cores that other processes used while it was measured.
     """
 
     core: str
@@ -164,6 +165,7 @@ class Facts:
     vjp: str | None = None
     passes: dict[str, Pass] = field(default_factory=dict)
     drawing: Drawing | None = None
+    others_busy: float | None = None
 
     @property
     def fused(self) -> bool:

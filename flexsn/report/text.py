@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .measure import disturbance
 from .model import Facts, Op, Operand, Pass
 from .words import launch_words, seconds, short, total
 
@@ -112,9 +113,9 @@ def _costs(report: Facts) -> str:
     table = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     rate = report.passes["inference"].copy_rate
     note = f"copy rate of this machine at this size: {rate / 1e9:.1f} GB/s" if rate else "not measured"
-    return "\n".join(
-        ["--- cost (bytes and operations per neuron-step; times of whole calls, the shortest of several) ---", *table, f"  {note}"]
-    )
+    title = "--- cost (bytes and operations per neuron-step; times of whole calls, the shortest of several) ---"
+    told = [f"  {line}" for line in (note, disturbance(report.others_busy)) if line]
+    return "\n".join([title, *table, *told])
 
 
 def _kernels(report: Facts) -> str:
