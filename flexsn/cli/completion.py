@@ -88,7 +88,7 @@ def _zsh(words: dict[tuple[str, ...], Choices]) -> str:
 
 
 def _fish(words: dict[tuple[str, ...], Choices]) -> str:
-    lines = ["# flexsn: completion for fish", "complete -c flexsn -f"]
+    lines = ["# flexsn: completion for fish", "complete -c flexsn -n 'not __fish_seen_subcommand_from explain' -f"]
     children = {path: [p[-1] for p in words if p[:-1] == path and p] for path in words}
     for path, choices in words.items():
         seen = [f"__fish_seen_subcommand_from {name}" for name in path]

@@ -1,0 +1,353 @@
+"""The command line: exit codes, JSON, errors that teach, and what each command leaves on disk."""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexsn
+from flexsn.cli import bench, candidates, doctor, main
+from flexsn.cli.main import make_parser
+from flexsn.cli.outcome import UsageError
+from flexsn.cli.target import load_target
+
+ROOT = Path(__file__).parent.parent
+LIF = f"{ROOT}/examples/lif.py:lif"
+
+
+@pytest.fixture
+def run(capsys):
+    """A command line -> exit code, what it printed, what it complained of."""
+
+    def command(*words):
+        try:
+            code = main([str(w) for w in words])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        done = capsys.readouterr()
+        return code, done.out, done.err
+
+    return command
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current folder, from which modules are imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+CORES = """
+import torch, flexsn
+def mixes(x, v):
+    v = v + x.mean()
+    return v, v
+def two(x, y, v):
+    v = v + x * y
+    return v, v
+class Neuron(flexsn.FlexSN):
+    def __init__(self):
+        super().__init__(two, num_inputs=2, num_states=1)
+class Needs(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+number = 3
+"""
+
+
+# --- explain -------------------------------------------------------------------------------------------------------------------------
+def test_explain_text(run):
+    code, out, err = run("explain", LIF, "--shape", "20,64", "--no-measure")
+    assert code == 0 and err == ""
+    assert "=== lif: fused by cpp ===" in out and "T = 20, step shape [64]" in out and "// lif: backward" in out
+
+
+def test_explain_json_and_page(run, tmp_path):
+    page = tmp_path / "r.html"
+    code, out, _ = run("explain", LIF, "--shape", "20,64", "--no-measure", "--json", "--html", page)
+    data = json.loads(out)
+    assert code == 0 and data["fused"] and data["passes"]["forward"]["bytes_per_neuron_step"] == 8.25
+    assert data["html"] == str(page) and ET.fromstring(page.read_text()).tag == "html"
+    code, out, _ = run("explain", LIF, "--shape", "20,64", "--no-measure", "--html", page)
+    assert code == 0 and out == f"<Report: lif fused by cpp>\nwrote {page}\n"
+
+
+def test_explain_tells_what_cannot_be_fused(run, here):
+    (here / "bad_cores.py").write_text(CORES)
+    code, out, _ = run("explain", "bad_cores:mixes", "--shape", "5,8")
+    assert code == 1 and "NotElementwiseError" in out and "v = v + x.mean()" in out and "instead" in out
+    code, out, _ = run("explain", "bad_cores:mixes", "--shape", "5,8", "--json")
+    assert code == 1 and json.loads(out)["problem"]["op"] == "mean"
+
+
+def test_explain_counts_inputs(run, here):
+    (here / "more_cores.py").write_text(CORES)
+    flags = "--no-measure", "--json", "--dtype", "int32"
+    for words in (("Neuron", "--shape", "5,8"), ("two", "--states", "1", "--shape", "5,8"), ("two", "--shape", "5,8", "--shape", "5,1")):
+        code, out, _ = run("explain", f"more_cores:{words[0]}", *words[1:], *flags)
+        kinds = [o["kind"] for o in json.loads(out)["operands"]]
+        assert code == 0 and kinds == ["input", "input", "state", "output"], words
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("nowhere:core",), "there is no module `nowhere`"),
+        (("nowhere.py:core",), "there is no file `nowhere.py`"),
+        (("lif",), "does not say where the core is"),
+        ((f"{ROOT}/examples/lif.py:lief",), "It has `lif`."),
+        (("some_cores:nothing_like_it_at_all",), "It has `mixes`, `two`, `Neuron`, `Needs`."),
+        (("some_cores:number",), "is int, not a core"),
+        (("some_cores:Needs",), "cannot be made without arguments"),
+        (("broken:core",), "ZeroDivisionError"),
+        (("asks:core",), "cannot be imported: ModuleNotFoundError: No module named 'not_there'"),
+        ((LIF, "--shape", "5,8", "--shape", "5,8", "--shape", "5,8"), "takes 2 operands"),
+        ((LIF, "--device", "cuda:77"), "no device 'cuda:77' here"),
+        ((LIF, "--no-measure", "--shape", "3,4", "--dtype", "int32", "--html", "/nowhere/x.html"), "cannot write /nowhere/x.html"),
+    ],
+)
+def test_explain_errors(run, here, words, told):
+    (here / "some_cores.py").write_text(CORES)
+    (here / "broken.py").write_text("1 / 0\n")
+    (here / "asks.py").write_text("import not_there\n")
+    code, out, err = run("explain", *words)
+    assert code == 2 and out == "" and err.startswith("flexsn: ") and told in err
+    code, out, err = run("explain", *words, "--json")
+    error = json.loads(out)["error"]
+    assert code == 2 and err == "" and told in f"{error['message']} {error['hint']}"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "COMMAND"),
+        (("explain", LIF, "--shape", "5x8"), "'5x8' is no shape: write the steps"),
+        (("explain", LIF, "--shape", "5,-8"), "is no shape"),
+        (("explain", LIF, "--backend", "cuda"), "invalid choice: 'cuda'"),
+        (("cache",), "ACTION"),
+        (("unknown",), "invalid choice: 'unknown'"),
+    ],
+)
+def test_usage(run, words, told):
+    code, out, err = run(*words)
+    assert code == 2 and out == "" and told in err
+
+
+def test_targets(here):
+    (here / "cores_here.py").write_text(CORES)
+    assert load_target("cores_here:two").__name__ == "two"
+    assert load_target("cores_here.py:two").__name__ == "two"
+    assert isinstance(load_target("cores_here:Neuron"), flexsn.FlexSN)
+    assert load_target("flexsn.surrogate:atan") is flexsn.surrogate.atan
+    with pytest.raises(UsageError, match="cannot be imported|no module"):
+        load_target("flexsn.nothing:core")
+
+
+# --- doctor --------------------------------------------------------------------------------------------------------------------------
+def test_doctor(run):
+    code, out, _ = run("doctor", "--json")
+    data = json.loads(out)
+    assert code == 0 and data["well"] and data["machine"]["flexsn"] == flexsn.__version__
+    cpp, triton = data["backends"]["cpp"], data["backends"]["triton"]
+    assert cpp["works"] and cpp["tested"] and cpp["seconds"] > 0
+    assert triton["works"] and triton["device"] == "cpu"  # the tests run its interpreter
+    assert data["compiler"]["path"] and data["packages"]["numpy"] and data["cache"]["kernels"] >= 2
+    assert "works: self-test on cpu agrees" in doctor._text(data)
+
+
+def test_doctor_without_compiler(run, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(doctor, "_lif", lambda x, v: (x * 0.75 + v, v))  # a core of which no kernel is loaded
+    code, out, _ = run("doctor")
+    assert code == 1 and "none: set $CXX, or install g++" in out and "Something is wrong" in out
+    assert "FAILS: BackendUnavailableError" in out and "PyTorch finds no NVIDIA GPU" in out
+
+
+def test_doctor_sees_wrong_numbers(run, monkeypatch):
+    def wrong(core, inputs, states, backend):
+        done = flexsn.scan(core, inputs, states, backend="torch")
+        return done if backend == "torch" else done._replace(outputs=(done.outputs[0] + 1.0,))
+
+    monkeypatch.setattr(doctor, "scan", wrong)
+    code, out, _ = run("doctor", "--json")
+    assert code == 1 and "spikes differ" in json.loads(out)["backends"]["cpp"]["why"]
+
+
+def test_self_test_sees_wrong_gradients(monkeypatch):
+    def wrong(core, inputs, states, backend):
+        x = inputs[0] if backend == "torch" else inputs[0] * 2 - inputs[0].detach()
+        return flexsn.scan(core, (x,), states, backend="torch")
+
+    monkeypatch.setattr(doctor, "scan", wrong)
+    assert "gradients differ" in doctor.self_test("cpp", torch.device("cpu"))
+
+
+# --- cache ---------------------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """A cache of two kernels, and things that are not flexsn's."""
+    monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path / "kept"))
+    folder = tmp_path / "kept" / "cpp"
+    folder.mkdir(parents=True, mode=0o700)
+    for name in "ab":
+        for suffix, size in ((".so", 1000), (".cpp", 200), (".sha256", 64)):
+            (folder / (name + suffix)).write_bytes(b"x" * size)
+    (folder / "notes.txt").write_text("mine")
+    (tmp_path / "elsewhere.so").write_text("not here")
+    (folder / "link.so").symlink_to(tmp_path / "elsewhere.so")
+    (folder / "build-now").mkdir()
+    return folder
+
+
+def test_cache_info(run, kernels):
+    code, out, _ = run("cache", "info", "--json")
+    data = json.loads(out)
+    assert code == 0 and (data["folder"], data["kernels"], data["bytes"]) == (str(kernels), 2, 2 * 1264)
+    code, out, _ = run("cache", "info")
+    assert code == 0 and "2 kernels, 2.53 kB" in out and f"{kernels} (from $FLEXSN_CACHE_DIR)" in out
+
+
+def test_cache_clear(run, kernels, tmp_path):
+    code, out, _ = run("cache", "clear", "--dry-run")
+    assert code == 0 and "would remove 2 kernels" in out and (kernels / "a.so").exists()
+    code, out, _ = run("cache", "clear", "--json")
+    assert code == 0 and json.loads(out) == {"folder": str(kernels), "kernels": 2, "bytes": 2528, "removed": True}
+    assert sorted(p.name for p in kernels.iterdir()) == ["build-now", "link.so", "notes.txt"]
+    assert (tmp_path / "elsewhere.so").exists()
+    assert json.loads(run("cache", "info", "--json")[1])["kernels"] == 0
+
+
+# --- bench ---------------------------------------------------------------------------------------------------------------------------
+def test_bench(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run("bench", "--no-peers", "--neuron", "lif", "--shape", "20,64", "--json", "--plot", tmp_path / "roof.png")
+    data = json.loads(out)
+    assert code == 0 and data["arithmetic_rate"] > 1e6 and (tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
+    modes = data["cases"][0]["modes"]
+    assert modes["inference"]["bytes_per_neuron_step"] == 8 and modes["training"]["bytes_per_neuron_step"] == 8.25 + 12.25
+    for found in modes.values():
+        assert [c["name"] for c in found["candidates"]] == ["flexsn", "eager loop"]
+        assert all(0 < c["seconds"] < 10 for c in found["candidates"]) and found["bound_s"] > 0
+    shown = bench._text(data)
+    assert "x flexsn" in shown and "lif, training: 20.5 B and" in shown
+
+
+def test_bench_refuses_wrong_results(run, monkeypatch):
+    monkeypatch.setattr(candidates, "_scan", lambda core, states, backend: lambda x: x * (1.0 if backend == "torch" else 1.5))
+    code, out, err = run("bench", "--no-peers", "--neuron", "lif", "--shape", "20,64")
+    assert code == 2 and out == "" and "not that of the eager loop: not timed" in err
+
+
+def test_bench_usage(run, monkeypatch):
+    code, _, err = run("bench", "--shape", "20")
+    assert code == 2 and "no neurons to time" in err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = run("bench", "--plot", "x.png")
+    assert code == 2 and "flexsn[report]" in err
+
+
+def test_a_peer_that_breaks_is_reported(monkeypatch):
+    def breaks(title, device):
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(candidates.metadata, "version", lambda name: "1.0")
+    for name in ("_spikingjelly", "_snntorch", "_norse"):
+        monkeypatch.setattr(candidates, name, breaks)
+    found = candidates.peers_of("lif", torch.device("cpu"))
+    assert [(c.name, c.run, c.note) for c in found] == [(p, None, "RuntimeError: no luck") for p in ("spikingjelly", "snntorch", "norse")]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what peers and their dependencies warn of while they are imported
+def test_peers_run():
+    pytest.importorskip("spikingjelly")
+    x = 2 * torch.rand(6, 3, 5)
+    want = flexsn.scan(candidates._lif, (x,), (None,)).outputs[0]
+    found = {c.name.split()[0]: c for c in candidates.peers_of("lif", torch.device("cpu"))}
+    assert {"spikingjelly", "snntorch", "norse"} <= found.keys()
+    for name, candidate in found.items():
+        assert candidate.run is not None, f"{name}: {candidate.note}"
+        spikes = candidate.run(x)
+        assert spikes.shape == x.shape and set(spikes.unique().tolist()) <= {0.0, 1.0}
+    assert torch.equal(found["spikingjelly"].run(x), want)  # the same equations
+
+
+# --- completion ----------------------------------------------------------------------------------------------------------------------
+def commands_of(parser):
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield name, child
+                yield from commands_of(child)
+
+
+def leaves():
+    return {name: p for name, p in commands_of(make_parser()) if not any(isinstance(a, argparse._SubParsersAction) for a in p._actions)}
+
+
+def test_json_everywhere():
+    assert leaves().keys() == {"explain", "bench", "doctor", "info", "clear", "completion"}
+    for name, parser in leaves().items():
+        assert any("--json" in action.option_strings for action in parser._actions), name
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_have_every_word(run, shell):
+    code, out, _ = run("completion", shell)
+    assert code == 0 and json.loads(run("completion", shell, "--json")[1]) == {"shell": shell, "script": out.removesuffix("\n")}
+    for name, parser in leaves().items():
+        for option in (o for action in parser._actions for o in action.option_strings if o.startswith("--")):
+            assert (option if shell != "fish" else f"-l {option[2:]}") in out, (name, option)
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=out, text=True, check=True, capture_output=True)  # its syntax
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("",), {"explain", "bench", "doctor", "cache", "completion", "--version", "--help", "-h"}),
+        (("ca",), {"cache"}),
+        (("cache", "cl"), {"clear"}),
+        (("cache", "clear", "--d"), {"--dry-run"}),
+        (("explain", "m:core", "--backend", "c"), {"cpp"}),
+        (("explain", "m:core", "--html", ""), set()),  # left to the shell: a file
+        (("completion", "b"), {"bash"}),
+    ],
+)
+def test_bash_completes(run, words, offered):
+    script = run("completion", "bash")[1]
+    listed = " ".join(f"'{w}'" for w in ("flexsn", *words))
+    script += f"\nCOMP_WORDS=({listed}); COMP_CWORD={len(words)}; _flexsn; printf '%s\\n' \"${{COMPREPLY[@]}}\"\n"
+    done = subprocess.run(["bash"], input=script, text=True, check=True, capture_output=True)
+    assert set(done.stdout.split()) == offered and done.stderr == ""
+
+
+# --- from a shell --------------------------------------------------------------------------------------------------------------------
+def test_as_a_module_into_a_closed_pipe():
+    words = [sys.executable, "-m", "flexsn", "completion", "bash"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        process.stdout.close()  # long before anything is printed
+        assert process.stderr.read() == "" and process.wait() == 0
+
+
+def test_console_script_is_declared():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"flexsn": "flexsn.cli:main"} and callable(main)
+
+
+def test_version(run):
+    assert run("--version") == (0, f"flexsn {flexsn.__version__}\n", "")
