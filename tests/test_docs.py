@@ -132,3 +132,36 @@ def test_add_an_op(tmp_path):
         opset.write(row)
     done = run()
     assert done.returncode == 0, done.stderr
+
+
+def test_explain_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "explain.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 3
+    names: dict = {}
+    exec(compile("\n".join(blocks), str(page), "exec"), names)
+    assert names["page"].startswith("<!DOCTYPE html>") and names["drawing"].startswith("<svg")
+    assert names["problem"].op == "mean" and "outside the core" in names["problem"].hint
+    assert names["data"]["passes"]["backward"]["measured_s"] > 0
+
+
+def test_explain_page_shows_the_report():
+    page = ROOT / "docs" / "explain.md"
+    report = flexsn.explain(stages.example(), torch.rand(100, 32, 512), measure=False)
+    sections = dict(re.findall(r"--- ([\w ]+?)(?: \([^\n]*\))? ---\n(.*?)(?=\n\n---|\Z)", str(report), flags=re.DOTALL))
+    shown = re.findall(r"<!-- report: ([\w ]+) -->\n```\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert [name for name, _ in shown] == ["core and captured graph", "dependencies", "cost"]
+    for name, text in shown:
+        assert text.rstrip() == sections[name].rstrip(), name
+
+
+def test_command_lines_parse():
+    from flexsn.cli.main import make_parser
+
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "cli.md").read_text(), flags=re.DOTALL)
+    lines = re.findall(r"flexsn ([a-z][^>\n)]*)", "\n".join(blocks))
+    assert len(lines) == 13
+    for line in lines:
+        assert callable(make_parser().parse_args(line.strip().strip('"').split()).run), line
+    assert {line.split()[0] for line in lines} == {"explain", "bench", "doctor", "cache", "completion"}
