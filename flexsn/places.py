@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+INTERNAL = (os.path.dirname(torch.__file__) + os.sep, _PACKAGE)
+
+
+def in_subpackage(file: str) -> bool:
+    """Whether a file lies in a subpackage of flexsn: these are built on the engine, and may hold cores."""
+    return file.startswith(_PACKAGE) and os.sep in file[len(_PACKAGE) :]
 
 
 class Replay(fx.Interpreter):

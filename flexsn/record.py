@@ -34,7 +34,7 @@ from .errors import (
     UnsupportedOpError,
 )
 from .lower import RULES
-from .places import INTERNAL, replayed
+from .places import INTERNAL, in_subpackage, replayed
 from .signature import DTYPES, Signature
 
 aten = torch.ops.aten
@@ -186,13 +186,16 @@ class Recorder(TorchDispatchMode):
         if replayed.line is not None:
             return replayed.line
         frame: FrameType | None = sys._getframe(1)
+        core: FrameType | None = None  # of a core that flexsn itself has: the outermost in a subpackage
         while frame is not None:
             name = frame.f_code.co_filename
-            if frame.f_code in (run_core.__code__, Recorder.differentiate.__code__):
+            if frame.f_code is run_core.__code__:
+                return None if core is None else _line_of(core)
+            if frame.f_code is Recorder.differentiate.__code__:
                 return None
             if not name.startswith(INTERNAL) and not name.startswith("<eval_with_key>"):
-                text = linecache.getline(name, frame.f_lineno).strip()
-                return f"{name}:{frame.f_lineno}" + (f": {text}" if text else "")
+                return _line_of(frame)
+            core = frame if in_subpackage(name) else core
             frame = frame.f_back
         return None
 
@@ -440,6 +443,13 @@ _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride",
 
 def getitem(value, index):
     return value[index]
+
+
+def _line_of(frame: FrameType) -> str:
+    """`file:number: text` of the statement that a frame is at."""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(file, number).strip()
+    return f"{file}:{number}" + (f": {text}" if text else "")
 
 
 def _name(func: Any) -> str:

@@ -122,3 +122,16 @@ def test_nothing_of_the_users_changes():
 
     record(core, (3,), (3,), captured={"w": w}, vjp=True)
     assert len(calls) == 1 and w.grad is None and type(w) is torch.Tensor and torch.equal(w, torch.ones(3))
+
+
+def test_cores_that_flexsn_has_give_their_lines():
+    from flexsn.cli.candidates import _lif  # in a subpackage, as a user's core would be beside it
+
+    lines = [n.meta["line"] for n in record(_lif, (5,), (5,)).graph.nodes if n.op == "call_function"]
+    assert lines[0] == line_of(_lif, "h = v + (x - v) / 2.0") and lines[3:6] == [line_of(_lif, "s = atan(h - 1.0)")] * 3
+
+    def users(x, v):
+        return _lif(x, v)
+
+    lines = {n.meta["line"] for n in record(users, (5,), (5,)).graph.nodes if n.op == "call_function"}
+    assert lines == {line_of(users, "return _lif(x, v)")}
