@@ -10,7 +10,8 @@ Each ends in one kernel per direction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +38,13 @@ def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tenso
 
 def autocasting() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+@contextlib.contextmanager
+def no_autocast() -> Iterator[None]:
+    """While inside, dtypes are those of the operands."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 # --- what every door does ---------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def test_targets(here):
     assert load_target("cores_here.py:two").__name__ == "two"
     assert isinstance(load_target("cores_here:Neuron"), flexsn.FlexSN)
     assert load_target("flexsn.surrogate:atan") is flexsn.surrogate.atan
-    with pytest.raises(UsageError, match="there is no module `flexsn.nothing`"):
+    with pytest.raises(UsageError, match=r"there is no module `flexsn\.nothing`"):
         load_target("flexsn.nothing:core")
 
 

@@ -187,6 +187,15 @@ def test_dependencies(report, adaptive):
     assert "s <- h" in str(report)
 
 
+def test_dependencies_in_the_users_names():
+    def core(i, n):
+        N = n + i  # neither name may stand in generated code as it is
+        return N * 2, N
+
+    made = flexsn.explain(core, sequence(dtype=torch.int32), measure=False)
+    assert list(made.drawing.boxes.values()) == [("i", "input"), ("n", "state"), ("N", "value"), ("output", "output"), ("n", "next")]
+
+
 # --- which backend -------------------------------------------------------------------------------------------------------------------
 def test_why_this_backend(report):
     assert report.fused and report.choice.name == "cpp" and "cpu" in report.choice.why
@@ -278,6 +287,13 @@ def test_network():
         net(torch.rand(T, 2, 8))
 
 
+def test_modes_around_the_call():
+    with torch.inference_mode(), torch.autocast("cpu"):
+        made = flexsn.explain(lif, sequence())
+    assert list(made.passes) == ["inference", "forward", "backward"] and made.operands[-1].dtype == "float32"
+    assert made.passes["backward"].measured_s > 0
+
+
 def test_operands_that_do_not_fit():
     errors = flexsn.errors
     with pytest.raises(errors.OperandCountError, match="example of every input"):
@@ -294,6 +310,8 @@ def test_operands_that_do_not_fit():
         flexsn.explain(flexsn.FlexSN(lif, num_states=1), sequence(), params=(torch.ones(()),))
     with pytest.raises(errors.SequenceLengthError):
         flexsn.explain(cores.adlif, sequence(), sequence()[:3], states=(None, None), params=(torch.ones(()),) * 2)
+    with pytest.raises(errors.OperandTypeError, match="input 0 has no values"):
+        flexsn.explain(lif, sequence().to("meta"))
     with pytest.raises(errors.BackendError, match="unknown backend 'cuda'"):
         flexsn.explain(lif, sequence(), backend="cuda")
 

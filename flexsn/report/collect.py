@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import launch_cpp
 from ..backends import BACKENDS
-from ..doors import run_call
+from ..doors import no_autocast, run_call
 from ..errors import (
     BackendError,
     BackendUnavailableError,
@@ -67,9 +68,10 @@ def explain(
     Raises:
         FlexSNError: the operands do not fit the core (see `flexsn.errors`).
     """
-    if isinstance(target, nn.Module) and not isinstance(target, FlexSN) and any(isinstance(m, FlexSN) for m in target.modules()):
-        return _explain_network(target, example, backend, measure)
-    return _explain_one(subject_of(target, example, states, params, backend), measure)
+    with torch.inference_mode(False):
+        if isinstance(target, nn.Module) and not isinstance(target, FlexSN) and any(isinstance(m, FlexSN) for m in target.modules()):
+            return _explain_network(target, example, backend, measure)
+        return _explain_one(subject_of(target, example, states, params, backend), measure)
 
 
 def _explain_network(network: nn.Module, example: Sequence[Tensor], backend: str | None, measure: bool) -> NetworkReport:
@@ -88,7 +90,7 @@ def _explain_network(network: nn.Module, example: Sequence[Tensor], backend: str
 
 def _explain_one(subject: Subject, measure: bool) -> Report:
     call, launches, problem = None, {}, None
-    with torch.enable_grad():
+    with torch.enable_grad(), no_autocast():
         try:
             call = _call(subject)
             launches = _launches(subject, call)
@@ -222,7 +224,7 @@ def _pass(name: str, launch: Launch, call: Call) -> Pass:
         name=name, plan=str(made), chunk=made.chunk, bytes_read=made.bytes_per_step(made.reads),
         bytes_written=made.bytes_per_step(made.writes), operations=dict(counted.most_common()), recomputed=len(backward),
         launch=_launch_facts(kernel, call), bytes_moved=_bytes_moved(made, call), source=kernel.source,
-        language="cpp" if hasattr(kernel, "path") else "python",
+        language="cpp" if isinstance(kernel, launch_cpp.Kernel) else "python",
     )  # fmt: skip
 
 
@@ -235,13 +237,13 @@ def _bytes_moved(made: Plan, call: Call) -> int:
 def _launch_facts(kernel: Any, call: Call) -> dict[str, Any]:
     """How the kernel is cut and compiled, as its backend has it."""
     N, device = call.shapes.numel, call.program.device
-    if hasattr(kernel, "path"):
+    if isinstance(kernel, launch_cpp.Kernel):
         tile, threads, streamed = kernel.cut(max(1, call.T), max(1, N))
         scratch = kernel.plan.tile_bytes * tile
         return {"tile": tile, "threads": threads, "streamed": streamed, "scratch_bytes": scratch, **vector_facts(kernel.path)}
     if device.type != "cuda":
         return {"note": "run by Triton's interpreter: no tile, no registers"}
-    binary, programs, tile = kernel.prepare(max(1, N), device.index or 0, N % 4 == 0)
+    binary, programs, tile = kernel.prepare(max(1, N), device.index or 0, N % 16 == 0)
     return {
         "tile": tile.block, "warps": tile.warps, "programs": programs, "loads_ahead": tile.ahead,
         "registers": binary.n_regs, "spills": binary.n_spills, "shared_bytes": binary.metadata.shared,

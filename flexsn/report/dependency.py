@@ -17,7 +17,7 @@ def drawing_of(program: Program, sig: Signature) -> Drawing:
     behind: dict[Node, tuple[str, ...]] = {}  # keys of the boxes from which a value comes: its own, or the nearest
     for role, node in step.inputs.items():
         behind[node] = (role,)
-        drawing.boxes[role] = _operand(program, role, node)
+        drawing.boxes[role] = _operand(program, sig, role)
     for k, name in enumerate(sig.state_names):  # a state that the step does not read is drawn too
         drawing.boxes.setdefault(f"v{k}", (name, "state"))
     for node in step.nodes:
@@ -34,10 +34,11 @@ def drawing_of(program: Program, sig: Signature) -> Drawing:
     return drawing
 
 
-def _operand(program: Program, role: str, node: Node) -> tuple[str, str]:
+def _operand(program: Program, sig: Signature, role: str) -> tuple[str, str]:
     if role[0] == "p":
         return label_of(program.params[role]), "param"
-    return node.name, "input" if role[0] == "x" else "state"
+    names, kind = (sig.input_names, "input") if role[0] == "x" else (sig.state_names, "state")
+    return names[int(role[1:])], kind
 
 
 def _returned(program: Program, sig: Signature, role: str) -> tuple[str, str]:
@@ -48,8 +49,11 @@ def _returned(program: Program, sig: Signature, role: str) -> tuple[str, str]:
 
 
 def _users_name(node: Node) -> str | None:
-    """What the user calls a value; in a graph names are told apart by a number at the end."""
+    """What the user calls a value; in a graph names are told apart by a number at the end, and from words of C++ by `_`."""
     if re.fullmatch(r"t\d+(_\d+)?", node.name):
         return None
     base = re.sub(r"_\d+$", "", node.name)
-    return base if re.search(rf": {re.escape(base)}\s*[:=]", node.line or "") else node.name
+    for name in (node.name, base, base.removesuffix("_")):
+        if re.search(rf": {re.escape(name)}\s*[:=]", node.line or ""):
+            return name
+    return node.name
