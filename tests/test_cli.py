@@ -246,8 +246,9 @@ def test_bench(run, tmp_path):
     assert "x flexsn" in shown and "lif, training: 20.5 B and" in shown
 
 
-def test_bench_refuses_wrong_results(run, monkeypatch):
-    monkeypatch.setattr(candidates, "_scan", lambda core, states, backend: lambda x: x * (1.0 if backend == "torch" else 1.5))
+@pytest.mark.parametrize("wrong", [lambda x: x + 1.0, lambda x: 1.5 * x - 0.5 * x.detach()], ids=["spikes", "gradients"])
+def test_bench_refuses_wrong_results(run, monkeypatch, wrong):
+    monkeypatch.setattr(candidates, "_scan", lambda core, states, backend: (lambda x: x * 1.0) if backend == "torch" else wrong)
     code, out, err = run("bench", "--no-peers", "--neuron", "lif", "--shape", "20,64")
     assert code == 2 and out == "" and "not that of the eager loop: not timed" in err
 
