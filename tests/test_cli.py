@@ -206,6 +206,9 @@ def kernels(tmp_path, monkeypatch):
     for name in "ab":
         for suffix, size in ((".so", 1000), (".cpp", 200), (".sha256", 64)):
             (folder / (name + suffix)).write_bytes(b"x" * size)
+    (folder / "tiles").mkdir()
+    (folder / "tiles" / "a.json").write_text("{}")
+    (folder / "tiles" / "notes.txt").write_text("mine")
     (folder / "notes.txt").write_text("mine")
     (tmp_path / "elsewhere.so").write_text("not here")
     (folder / "link.so").symlink_to(tmp_path / "elsewhere.so")
@@ -216,17 +219,18 @@ def kernels(tmp_path, monkeypatch):
 def test_cache_info(run, kernels):
     code, out, _ = run("cache", "info", "--json")
     data = json.loads(out)
-    assert code == 0 and (data["folder"], data["kernels"], data["bytes"]) == (str(kernels), 2, 2 * 1264)
+    assert code == 0 and (data["folder"], data["kernels"], data["tuned"], data["bytes"]) == (str(kernels), 2, 1, 2 * 1264 + 2)
     code, out, _ = run("cache", "info")
-    assert code == 0 and "2 kernels, 2.53 kB" in out and f"{kernels} (from $FLEXSN_CACHE_DIR)" in out
+    assert code == 0 and "2 kernels, measured tiles of 1, 2.53 kB" in out and f"{kernels} (from $FLEXSN_CACHE_DIR)" in out
 
 
 def test_cache_clear(run, kernels, tmp_path):
     code, out, _ = run("cache", "clear", "--dry-run")
     assert code == 0 and "would remove 2 kernels" in out and (kernels / "a.so").exists()
     code, out, _ = run("cache", "clear", "--json")
-    assert code == 0 and json.loads(out) == {"folder": str(kernels), "kernels": 2, "bytes": 2528, "removed": True}
-    assert sorted(p.name for p in kernels.iterdir()) == ["build-now", "link.so", "notes.txt"]
+    assert code == 0 and json.loads(out) == {"folder": str(kernels), "kernels": 2, "tuned": 1, "bytes": 2530, "removed": True}
+    assert sorted(p.name for p in kernels.iterdir()) == ["build-now", "link.so", "notes.txt", "tiles"]
+    assert [p.name for p in (kernels / "tiles").iterdir()] == ["notes.txt"]
     assert (tmp_path / "elsewhere.so").exists()
     assert json.loads(run("cache", "info", "--json")[1])["kernels"] == 0
 

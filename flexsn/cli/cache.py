@@ -14,6 +14,7 @@ from ..report.words import total
 from .outcome import Outcome
 
 _OURS = (".so", ".cpp", ".sha256")
+_TILES = "tiles"  # its subfolder for what `tune=True` measured
 
 
 def add_cache(commands: Any) -> list[argparse.ArgumentParser]:
@@ -28,7 +29,7 @@ def add_cache(commands: Any) -> list[argparse.ArgumentParser]:
 
 
 def inspect_cache() -> dict[str, Any]:
-    """Place, number of kernels, bytes, and seconds since the youngest was built."""
+    """Place, number of kernels and of GPU kernels whose tiles were measured, bytes, and seconds since the youngest was built."""
     folder = cache_folder()
     files = _files(folder)
     kernels = [f for f in files if f.suffix == ".so"]
@@ -36,6 +37,7 @@ def inspect_cache() -> dict[str, Any]:
     return {
         "folder": str(folder),
         "kernels": len(kernels),
+        "tuned": _tuned(files),
         "bytes": sum(f.stat().st_size for f in files),
         "youngest_s": None if newest is None else max(0.0, time.time() - newest),
         "set_by": "FLEXSN_CACHE_DIR" if os.environ.get("FLEXSN_CACHE_DIR") else "default",
@@ -45,13 +47,20 @@ def inspect_cache() -> dict[str, Any]:
 
 def _files(folder: Path) -> list[Path]:
     """What flexsn wrote there; nothing else is looked at, and nothing else is removed."""
-    return sorted(f for f in folder.iterdir() if f.suffix in _OURS and f.is_file() and not f.is_symlink())
+    tiles = folder / _TILES
+    found = [f for f in folder.iterdir() if f.suffix in _OURS]
+    found += [f for f in tiles.iterdir() if f.suffix == ".json"] if tiles.is_dir() and not tiles.is_symlink() else []
+    return sorted(f for f in found if f.is_file() and not f.is_symlink())
+
+
+def _tuned(files: list[Path]) -> int:
+    return sum(f.suffix == ".json" for f in files)
 
 
 def show(found: dict[str, Any]) -> Outcome:
     lines = [
         f"{found['folder']} ({'from $' if found['set_by'] != 'default' else ''}{found['set_by']})",
-        f"{found['kernels']} kernels, {total(found['bytes'])}",
+        f"{found['kernels']} kernels, measured tiles of {found['tuned']}, {total(found['bytes'])}",
         f"Triton keeps its own in {found['triton_folder']}",
     ]
     return Outcome("\n".join(lines), found)
@@ -69,8 +78,9 @@ def clear_cache(dry: bool) -> Outcome:
             file.unlink(missing_ok=True)
         for build in left:
             shutil.rmtree(build, ignore_errors=True)
-    data = {"folder": str(folder), "kernels": kernels, "bytes": freed, "removed": not dry}
-    return Outcome(f"{'would remove' if dry else 'removed'} {kernels} kernels, {total(freed)}, from {folder}", data)
+    data = {"folder": str(folder), "kernels": kernels, "tuned": _tuned(files), "bytes": freed, "removed": not dry}
+    told = f"{kernels} kernels, measured tiles of {data['tuned']}, {total(freed)}, from {folder}"
+    return Outcome(f"{'would remove' if dry else 'removed'} {told}", data)
 
 
 _STALE = 3600.0  # seconds: a younger folder may be a build that runs

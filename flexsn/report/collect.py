@@ -116,14 +116,11 @@ def _call(subject: Subject) -> Call:
 
 def _launches(subject: Subject, call: Call) -> dict[str, Launch]:
     """Its kernels by name, built if need be."""
-    inputs, program = subject.inputs, call.program
-    found = {"inference": call.forward_launch(inputs, False)}
+    found = {"inference": call.forward_launch(subject.inputs, False)}
     if not call.differentiable:
         return found
-    found["forward"] = call.forward_launch(inputs, True)
-    present = tuple(sorted([f"gy{k}" for k in range(program.num_outputs) if program.vjp.differentiable[k]]))
-    wanted, statics = call.wanted(call.needs)
-    backward, _ = call.backward_launch(inputs, wanted, present, statics)
+    found["forward"] = call.forward_launch(subject.inputs, True)
+    backward = call.usual_backward(subject.inputs)
     return found | {"backward": backward} if backward.writes else found
 
 
