@@ -66,8 +66,10 @@ $(DOCS_READY): docs/requirements.txt
 docs: $(DOCS_READY) ## build the site strictly: site/index.html
 	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --quiet --strict
 
-docs-check: docs ## open every page of the site in a headless browser (needs chromium)
-	$(PYTHON) tools/check_site.py
+docs-check: docs $(READY) ## open every page of the site, and a report, in a headless browser (needs chromium)
+	mkdir -p build
+	$(BIN)/python -m flexsn explain examples/lif.py:lif --html build/explain.html
+	$(PYTHON) tools/check_site.py site build/explain.html
 
 bench: $(BENCH_READY) ## measure against the peers (minutes), results in benchmarks/results/
 	.bench-venv/bin/python benchmarks/run.py --float64-gate

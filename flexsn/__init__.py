@@ -1,11 +1,15 @@
 """flexsn: write one time step of a spiking neuron in plain PyTorch, get one fused kernel for the whole sequence."""
 
+from typing import TYPE_CHECKING
+
 from . import errors, surrogate
 from ._version import __version__
 from .decomposed import decompose
 from .module import FlexSN, detach_states, reset_net
-from .report import explain
 from .scan import ScanResult, scan
+
+if TYPE_CHECKING:
+    from .report import explain
 
 __all__ = [
     "FlexSN",
@@ -19,3 +23,16 @@ __all__ = [
     "scan",
     "surrogate",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What is imported when it is used first."""
+    if name == "explain":
+        from .report import explain
+
+        return explain
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -472,7 +472,7 @@ def test_drawing_of_a_state_that_nothing_reads():
 
 # --- beside ---------------------------------------------------------------------------------------------------------------------------
 def test_import_is_light():
-    code = "import sys, flexsn; print([m for m in ('pygments', 'matplotlib', 'flexsn.cli') if m in sys.modules])"
+    code = "import sys, flexsn; print([m for m in ('pygments', 'matplotlib', 'flexsn.cli', 'flexsn.report') if m in sys.modules])"
     root = Path(flexsn.__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout.strip() == "[]"
 
