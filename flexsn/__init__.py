@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from . import errors, surrogate
+from . import errors, plot, surrogate
 from ._version import __version__
 from .decomposed import decompose
 from .module import FlexSN, detach_states, reset_net
+from .monitor import monitor
 from .scan import ScanResult, scan
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ __all__ = [
     "detach_states",
     "errors",
     "explain",
+    "monitor",
+    "plot",
     "reset_net",
     "scan",
     "surrogate",

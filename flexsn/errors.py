@@ -172,3 +172,12 @@ class StaleStateError(FlexSNError, RuntimeError):
 
 class DecomposeError(FlexSNError, RuntimeError):
     """An exported program cannot be written without flexsn's operators."""
+
+
+# --- looking inside ---------------------------------------------------------------------------------------------------
+class PictureError(FlexSNError, ValueError):
+    """Data that a picture cannot show: another number of dimensions, shapes that differ (`flexsn.plot`)."""
+
+
+class MonitorError(FlexSNError, ValueError):
+    """`flexsn.monitor` is asked for a layer, a state or a record that is not there."""

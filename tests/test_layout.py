@@ -104,6 +104,8 @@ def test_public_names():
         "detach_states",
         "errors",
         "explain",
+        "monitor",
+        "plot",
         "reset_net",
         "scan",
         "surrogate",
