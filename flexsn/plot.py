@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy
     from matplotlib.animation import FuncAnimation
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 __all__ = ["STYLE", "animate", "heat_map", "phase_plane", "raster", "rate_histogram", "surrogate_curves", "traces"]
 
@@ -56,7 +57,7 @@ def raster(spikes: Any, ax: Axes | None = None, *, dt: float | None = None, colo
     ax.vlines(step * (dt or 1.0), neuron - height / 2, neuron + height / 2, colors=colors, lw=width)
     _time_axis(ax, len(values), dt)
     ax.set(ylim=(-0.7, values.shape[1] - 0.3), ylabel="neuron")
-    _whole_numbers(ax)
+    _whole_numbers(ax.yaxis)
     return ax
 
 
@@ -107,13 +108,16 @@ def rate_histogram(spikes: Any, ax: Axes | None = None, *, bins: int = 20, dt: f
 
     A rate is spikes per step, or per second (Hz) with `dt`; a batch dimension counts as so many neurons.
     """
+    import numpy as np
+
     rates = (_array(spikes) != 0).mean(0).ravel() * (1000.0 / dt if dt else 1.0)
+    counts, edges = np.histogram(rates, bins, range=(0.0, float(rates.max()) or 1.0))
     ax = _axes(ax)
-    ax.hist(rates, bins=bins, range=(0.0, float(rates.max()) or 1.0), color=BLUE, edgecolor="white", lw=0.5)
-    ax.axvline(rates.mean(), color=ORANGE, lw=1.5)
+    ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=BLUE, edgecolor="white", lw=0.5)
+    ax.axvline(rates.mean(), ymax=0.88, color=ORANGE, lw=1.5)
     words = f"mean {rates.mean():.3g}, silent {(rates == 0).mean():.0%}"
     ax.text(1.0, 0.98, words, transform=ax.transAxes, ha="right", va="top", color=ORANGE)
-    ax.set(xlabel=_rate_unit(dt), ylabel="neurons", ylim=(0, 1.15 * ax.dataLim.ymax))
+    ax.set(xlabel=_rate_unit(dt), ylabel="neurons", ylim=(0, 1.14 * counts.max()))
     return ax
 
 
@@ -134,6 +138,7 @@ def heat_map(spikes: Any, ax: Axes | None = None, *, window: int = 10, dt: float
     if fired.ndim == 3:
         mesh: Any = ax.imshow(fired.mean(0), cmap=cmap, vmin=0.0, interpolation="nearest")
         ax.set(xlabel="column", ylabel="row")
+        _whole_numbers(ax.xaxis, ax.yaxis)
     else:
         starts = np.arange(0, len(fired), window)
         steps = np.diff(starts, append=len(fired))
@@ -141,7 +146,7 @@ def heat_map(spikes: Any, ax: Axes | None = None, *, window: int = 10, dt: float
         edges = np.append(starts, len(fired)) * (dt or 1.0)
         mesh = ax.pcolormesh(edges, np.arange(fired.shape[1] + 1) - 0.5, rates.T, cmap=cmap, vmin=0.0)
         ax.set(xlabel=_time_unit(dt), ylabel="neuron")
-        _whole_numbers(ax)
+        _whole_numbers(ax.yaxis)
     ax.figure.colorbar(mesh, ax=ax, label=_rate_unit(dt), pad=0.02)
     return ax
 
@@ -319,10 +324,11 @@ def _time_axis(ax: Axes, steps: int, dt: float | None) -> None:
     ax.set_xlabel(_time_unit(dt))
 
 
-def _whole_numbers(ax: Axes) -> None:
+def _whole_numbers(*axes: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _one_step(core, inputs, grid, params) -> tuple[numpy.ndarray, list[numpy.ndarray]]:

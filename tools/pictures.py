@@ -37,8 +37,9 @@ def main() -> None:
             _, printed = run(text)
         finally:
             os.chdir(home)
-        for picture in Path(folder).glob("*.png"):  # 128 colors are enough, and make small files
-            Image.open(picture).convert("RGB").quantize(128).save(PAGE.parent / "img" / picture.name, optimize=True)
+        for picture in Path(folder).glob("*.png"):  # few colors make small files
+            small = Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
+            small.save(PAGE.parent / "img" / picture.name, optimize=True)
     PAGE.write_text(fill(text, printed))
 
 
