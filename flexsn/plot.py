@@ -322,6 +322,8 @@ def _rate_unit(dt: float | None) -> str:
 def _time_axis(ax: Axes, steps: int, dt: float | None) -> None:
     ax.set_xlim(-0.02 * steps * (dt or 1.0), 1.01 * steps * (dt or 1.0))
     ax.set_xlabel(_time_unit(dt))
+    if dt is None:
+        _whole_numbers(ax.xaxis)
 
 
 def _whole_numbers(*axes: Axis) -> None:

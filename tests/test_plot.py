@@ -1,0 +1,315 @@
+"""What `flexsn.plot` drew is what it was given: positions of spikes, lines, bars, contours and frames."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flexsn
+from flexsn import plot, surrogate
+from flexsn.errors import PictureError
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+from matplotlib.colors import to_rgba  # noqa: E402
+from matplotlib.contour import QuadContourSet  # noqa: E402
+from matplotlib.quiver import Quiver  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def ax():
+    """Axes of a figure that is closed afterwards, as are all others."""
+    yield plt.subplots()[1]
+    plt.close("all")
+
+
+def some_spikes(*shape, rate=0.3):
+    return (torch.rand(*shape) < rate).float()
+
+
+def drawn(ax):
+    """The picture rendered: what only drawing finds out."""
+    ax.figure.canvas.draw()
+    return ax
+
+
+def resonator(x, v, u):
+    v, u = v + 0.1 * (x - u - 0.3 * v), u + 0.1 * v
+    s = surrogate.atan(v - 1.0)
+    return s, v * (1.0 - s), u
+
+
+# --- Axes in and out ----------------------------------------------------------------------------------------------------------
+DRAW = {
+    "raster": lambda **kw: plot.raster(some_spikes(20, 5), **kw),
+    "traces": lambda **kw: plot.traces(torch.rand(20, 3), some_spikes(20, 3), **kw),
+    "rate_histogram": lambda **kw: plot.rate_histogram(some_spikes(20, 5), **kw),
+    "heat_map": lambda **kw: plot.heat_map(some_spikes(20, 5), **kw),
+    "surrogate_curves": lambda **kw: plot.surrogate_curves(surrogate.atan, **kw),
+    "phase_plane": lambda **kw: plot.phase_plane(resonator, points=41, **kw),
+}
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_axes_are_taken_and_returned(name, ax):
+    figures = set(plt.get_fignums())
+    assert DRAW[name](ax=ax) is ax
+    assert ax.has_data() and set(plt.get_fignums()) == figures, "no other figure"
+    new = DRAW[name]()
+    assert new is not ax and new.figure is not ax.figure and new.has_data()
+    drawn(new)
+
+
+def test_all_functions_are_covered():
+    assert set(plot.__all__) == {*DRAW, "animate", "STYLE"}
+    with plt.rc_context(plot.STYLE):
+        assert not plt.subplots()[1].spines["top"].get_visible()
+
+
+# --- raster -------------------------------------------------------------------------------------------------------------------
+def segments(ax, k=0):
+    return np.array(ax.collections[k].get_segments())
+
+
+@pytest.mark.parametrize("dt", [None, 0.5])
+def test_raster_has_a_bar_per_spike(ax, dt):
+    spikes = some_spikes(30, 7)
+    plot.raster(spikes, ax=ax, dt=dt, height=0.6)
+    bars = segments(ax)
+    t, n = spikes.nonzero(as_tuple=True)
+    assert len(bars) == len(t) > 20
+    np.testing.assert_allclose(bars[:, :, 0], np.stack([t, t], 1) * (dt or 1.0))
+    np.testing.assert_allclose(bars[:, 0, 1], n - 0.3)
+    np.testing.assert_allclose(bars[:, 1, 1], n + 0.3)
+    assert ax.get_xlabel() == ("time step" if dt is None else "time (ms)")
+    low, high = ax.get_xlim()
+    assert low < 0 and high >= 29 * (dt or 1.0)
+
+
+def test_raster_takes_a_color_per_neuron_and_one_neuron(ax):
+    spikes = torch.eye(3).flip(0)  # neuron 2 first
+    plot.raster(spikes, ax=ax, color=["red", "green", "blue"])
+    assert [tuple(c) for c in ax.collections[0].get_colors()] == [to_rgba(c) for c in ("blue", "green", "red")]
+    plot.raster(torch.tensor([0, 1, 1]), ax=ax)
+    assert len(segments(ax, 1)) == 2
+
+
+def test_raster_refuses_batches(ax):
+    with pytest.raises(PictureError, match=r"\[5, 2, 3\][\s\S]*spikes\[:, 0\]"):
+        plot.raster(torch.zeros(5, 2, 3), ax=ax)
+
+
+# --- traces -------------------------------------------------------------------------------------------------------------------
+def test_traces_draw_membranes_levels_and_spikes(ax):
+    v, spikes, threshold = torch.rand(12, 3, requires_grad=True), some_spikes(12, 3), 1.0 + torch.rand(12, 3)
+    plot.traces(v, spikes, ax=ax, threshold=threshold, reset=-0.5, dt=2.0, labels=["a", "b", "c"])
+    by_style = {style: [line for line in ax.lines if line.get_linestyle() == style] for style in ("-", "--", ":")}
+    assert {style: len(lines) for style, lines in by_style.items()} == {"-": 3, "--": 3, ":": 3}
+    bases = []
+    for k in range(3):
+        membrane, level, reset = (by_style[s][k].get_ydata() for s in ("-", "--", ":"))
+        bases.append(reset[0] + 0.5)
+        np.testing.assert_allclose(membrane - bases[k], v.detach()[:, k], atol=1e-6)
+        np.testing.assert_allclose(level - bases[k], threshold[:, k], atol=1e-6)
+        np.testing.assert_allclose(by_style["-"][k].get_xdata(), 2.0 * np.arange(12))
+        np.testing.assert_allclose(segments(ax, k)[:, 0, 0], 2.0 * spikes[:, k].nonzero().flatten())
+    span = threshold.max().item() + 0.5
+    assert np.diff(bases).min() > span, "traces do not overlap"
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["a", "b", "c"]
+
+
+def test_one_trace_keeps_its_scale(ax):
+    v = torch.linspace(-70, -50, 9)
+    plot.traces(v, ax=ax, threshold=-50.0)
+    np.testing.assert_allclose(ax.lines[1].get_ydata(), v)
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), -50.0)
+    assert ax.get_ylabel() == "membrane" and len(ax.lines) == 2 and not ax.collections
+
+
+def test_traces_refuse_what_does_not_fit(ax):
+    v = torch.rand(10, 3)
+    with pytest.raises(PictureError, match=r"`spikes` is \[10, 2\]"):
+        plot.traces(v, torch.zeros(10, 2), ax=ax)
+    with pytest.raises(PictureError, match=r"`threshold` \[4\] does not fit"):
+        plot.traces(v, ax=ax, threshold=torch.zeros(4))
+
+
+# --- rates --------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dt, unit", [(None, 1.0), (2.0, 500.0)])
+def test_rate_histogram_counts_neurons(ax, dt, unit):
+    spikes = torch.zeros(10, 2, 4)
+    spikes[0, 0, :3] = spikes[:, 1, 0] = 1.0  # three neurons at 0.1, one at 1, four silent
+    plot.rate_histogram(spikes, ax=ax, bins=10, dt=dt)
+    assert [bar.get_height() for bar in ax.patches] == [4, 3, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert ax.patches[-1].get_x() + ax.patches[-1].get_width() == pytest.approx(unit)
+    assert ax.lines[0].get_xdata()[0] == pytest.approx(13 / 80 * unit)
+    assert "silent 50%" in ax.texts[0].get_text()
+
+
+def test_rate_histogram_of_silence(ax):
+    plot.rate_histogram(torch.zeros(5, 4), ax=ax, bins=3)
+    assert [bar.get_height() for bar in ax.patches] == [4, 0, 0]
+
+
+def test_heat_map_over_time(ax):
+    spikes = some_spikes(25, 6)
+    plot.heat_map(spikes, ax=ax, window=10)
+    (mesh,) = ax.collections
+    expected = torch.stack([part.mean(0) for part in spikes.split(10)], dim=1)  # the last one has 5 steps
+    np.testing.assert_allclose(mesh.get_array().reshape(6, 3), expected, rtol=1e-6)
+    np.testing.assert_allclose(mesh.get_coordinates()[0, :, 0], [0, 10, 20, 25])
+    assert len(ax.figure.axes) == 2, "a color bar"
+
+
+def test_heat_map_by_place(ax):
+    spikes = some_spikes(20, 3, 5)
+    plot.heat_map(spikes, ax=ax, dt=1.0)
+    np.testing.assert_allclose(ax.images[0].get_array(), 1000 * spikes.mean(0), rtol=1e-6)
+    assert ax.figure.axes[1].get_ylabel() == "rate (Hz)"
+    with pytest.raises(PictureError, match=r"not \[4, 1, 2, 3\]"):
+        plot.heat_map(torch.zeros(4, 1, 2, 3), ax=ax)
+
+
+# --- surrogates ---------------------------------------------------------------------------------------------------------------
+def test_surrogate_curves_are_step_and_gradient(ax):
+    plot.surrogate_curves({"one": surrogate.atan, "two": surrogate.gaussian}, ax=ax, span=2.0, points=81)
+    assert [line.get_label() for line in ax.lines] == ["spike", "one", "two"], "the step is the same: drawn once"
+    step, one, two = ax.lines
+    x = one.get_xdata()
+    np.testing.assert_allclose(x, np.linspace(-2, 2, 81), atol=1e-12)
+    np.testing.assert_array_equal(step.get_ydata(), x >= 0)
+    np.testing.assert_allclose(one.get_ydata(), 1.0 / (1.0 + (np.pi * x) ** 2))
+    np.testing.assert_allclose(two.get_ydata(), np.exp(-0.5 * (x / 0.5) ** 2) / (0.5 * np.sqrt(2 * np.pi)))
+
+
+def test_surrogates_that_step_otherwise_are_drawn_so(ax):
+    def late(x):
+        return torch.sigmoid(x)
+
+    with torch.no_grad():
+        plot.surrogate_curves([surrogate.atan, late], ax=ax, points=21)
+    assert len(ax.lines) == 4 and ax.lines[3].get_label() == "late"
+
+
+# --- phase plane --------------------------------------------------------------------------------------------------------------
+def nullclines(ax):
+    return [c for c in ax.collections if isinstance(c, QuadContourSet) and not c.filled]
+
+
+def test_nullclines_are_where_nothing_changes(ax):
+    plot.phase_plane(resonator, ax=ax, inputs=[0.4], x=(-1, 1.5), y=(-1, 2))
+    first, second = nullclines(ax)
+    for path in first.get_paths():  # x - u - 0.3 v = 0
+        v, u = path.vertices.T
+        np.testing.assert_allclose(u, 0.4 - 0.3 * v, atol=1e-9)
+    assert len(np.concatenate([p.vertices for p in first.get_paths()])) > 50
+    for path in second.get_paths():  # v = 0
+        np.testing.assert_allclose(path.vertices[:, 0], 0.0, atol=1e-9)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("v", "u")
+
+
+def test_no_nullcline_along_the_threshold(ax):
+    """There the reset makes the change jump through zero."""
+    plot.phase_plane(resonator, ax=ax, x=(-1, 1.5), y=(-1, 2))
+    for lines in nullclines(ax):
+        vertices = np.concatenate([p.vertices for p in lines.get_paths()])
+        v, u = vertices.T
+        assert (v + 0.1 * (-u - 0.3 * v) < 1.0).all()
+    shaded = [c for c in ax.collections if isinstance(c, QuadContourSet) and c.filled]
+    assert len(shaded) == 1
+    v, u = shaded[0].get_paths()[0].vertices.T
+    assert (v + 0.1 * (-u - 0.3 * v) > 1.0 - 0.03).all()
+
+
+def test_arrows_point_where_the_step_goes(ax):
+    plot.phase_plane(resonator, ax=ax, x=(-0.5, 0.5), y=(-0.5, 0.5))
+    (arrows,) = (c for c in ax.collections if isinstance(c, Quiver))
+    v, u = arrows.XY.T
+    dv, du = 0.1 * (-u - 0.3 * v), 0.1 * v
+    np.testing.assert_allclose(arrows.U * du, arrows.V * dv, atol=1e-12)
+    away = np.hypot(v, u) > 0.1
+    assert (arrows.U * dv + arrows.V * du)[away].min() > 0
+    np.testing.assert_allclose(np.hypot(arrows.U, arrows.V)[away], 1.0)
+
+
+def test_trajectories_are_runs_of_the_core(ax):
+    plot.phase_plane(resonator, ax=ax, inputs=[1.5], x=(-2, 2), y=(-2, 3), starts=[(0.1, -0.2)], steps=50)
+    path, start, stars = (line for line in ax.lines if len(line.get_xdata()))
+    x = torch.full((50, 1), 1.5, dtype=torch.float64)
+    first = [torch.tensor([0.1], dtype=torch.float64), torch.tensor([-0.2], dtype=torch.float64)]
+    run = flexsn.scan(resonator, [x], first, store_state_seqs=True, backend="torch")
+    np.testing.assert_allclose(path.get_xdata()[1:], run.states[0][:, 0])
+    np.testing.assert_allclose(path.get_ydata()[1:], run.states[1][:, 0])
+    assert (start.get_xdata(), start.get_ydata()) == (0.1, -0.2)
+    assert len(stars.get_xdata()) == run.outputs[0].sum() > 0
+
+
+def test_phase_plane_of_other_cores(ax):
+    """Params, no spikes among the outputs, names, a state that never stands still."""
+
+    def drift(x, a, b, w):
+        return a + b, a + 1.0, b - w * b + x
+
+    plot.phase_plane(drift, ax=ax, params=[torch.tensor(0.5)], names=("up", "down"), points=51)
+    assert len(nullclines(ax)) == 1 and (ax.get_xlabel(), ax.get_ylabel()) == ("up", "down")
+    assert not [c for c in ax.collections if isinstance(c, QuadContourSet) and c.filled]
+    drawn(ax)
+    with pytest.raises(PictureError, match="core `one_state`"):
+
+        def one_state(x, v, w):
+            return v + w
+
+        plot.phase_plane(one_state, ax=ax)
+
+
+# --- animation ----------------------------------------------------------------------------------------------------------------
+def test_animation_shows_every_frame(ax, tmp_path):
+    frames = torch.rand(4, 3, 5)
+    movie = plot.animate(frames, ax=ax)
+    shown = []
+    movie._func(2)
+    np.testing.assert_allclose(ax.images[0].get_array(), frames[2])
+    assert ax.get_title() == "step 2 of 4"
+    movie.save(tmp_path / "movie.gif", writer="pillow", dpi=30, progress_callback=lambda k, n: shown.append(k))
+    from PIL import Image
+
+    with Image.open(tmp_path / "movie.gif") as gif:
+        assert gif.n_frames == 4 and shown == [0, 1, 2, 3]
+
+
+def test_animation_of_events_tells_polarities_apart(ax, tmp_path):
+    events = torch.zeros(2, 2, 3, 3)
+    events[0, 0, 1, 1] = events[1, 1, 2, 0] = 2.0
+    movie = plot.animate(events)
+    movie.save(tmp_path / "movie.gif", writer="pillow", dpi=30)
+    image = movie._fig.axes[0].images[0]
+    for t, place, color in ((0, (1, 1), plot.BLUE), (1, (2, 0), plot.ORANGE)):
+        movie._func(t)
+        pixels = image.get_array()
+        np.testing.assert_allclose(pixels[place], to_rgba(color)[:3], atol=0.01)
+        assert (np.asarray(pixels).reshape(9, 3) == 1.0).all(1).sum() == 8, "white but for the event"
+    with pytest.raises(PictureError, match=r"not \[5, 3, 4, 4\]"):
+        plot.animate(torch.zeros(5, 3, 4, 4), ax=ax)
+
+
+# --- values, and what is installed --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [torch.Tensor.bfloat16, torch.Tensor.bool, torch.Tensor.numpy, torch.Tensor.tolist], ids=lambda f: f.__name__)
+def test_kinds_of_values(ax, make):
+    spikes = some_spikes(6, 4)
+    plot.raster(make(spikes), ax=ax)
+    assert len(segments(ax)) == spikes.sum()
+
+
+def test_matplotlib_is_imported_when_drawing():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import torch, flexsn\n"
+        "try:\n    flexsn.plot.raster(torch.ones(2, 2))\nexcept ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(flexsn.__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    assert 'pip install "flexsn[plot]"' in done.stdout
