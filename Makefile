@@ -13,19 +13,19 @@ BENCH_READY := .bench-venv/.ready
 DOCS_READY := .docs-venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-full lint format docs docs-check bench bench-gpu clean
+.PHONY: help demo examples test test-slow test-full lint format docs docs-check bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+: .*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # PyTorch first and pinned, so that nothing resolves another build of it; setuptools is pinned too, hence no isolation
-$(READY): constraints.txt pyproject.toml tests/peers.txt
+$(READY): constraints.txt pyproject.toml tests/peers.txt examples/requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==2.13.0
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[demo,test,lint]'
-	$(PIP) --no-deps --requirement tests/peers.txt
+	$(PIP) --no-deps --requirement tests/peers.txt --requirement examples/requirements.txt
 	touch $@
 
 # the peers of the benchmarks live apart: what they pull in must not reach the tests
@@ -38,6 +38,10 @@ test test-slow test-full: export OMP_WAIT_POLICY ?= passive
 
 demo: $(READY) ## train a spiking classifier, fused and eager timed: demo_output/metrics.json and digits.png
 	$(BIN)/python examples/digits.py --out demo_output
+
+examples: export OMP_WAIT_POLICY ?= passive
+examples: $(READY) ## train every example at full scale (minutes): demo_output/<name>/metrics.json and a picture
+	for name in japanese_vowels pig_cvp events_tonic two_compartments lightning_digits; do $(BIN)/python examples/$$name.py || exit; done
 
 test: $(READY) ## the tests that take minutes at most
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"

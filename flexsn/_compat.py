@@ -169,6 +169,16 @@ def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def break_graph(reason: str) -> None:
+    """End the graph that Dynamo is tracing: what follows runs as it is; where there must be one graph, `reason` is the error."""
+    torch._dynamo.graph_break(msg=reason)  # 2.13
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Made by `torch.compile(module)`, or after `module.compile()`."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # 2.13
+
+
 def trace_body(core: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
     """The graph of a core inside a trace."""
     from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.13

@@ -35,8 +35,10 @@ class _Norm:
     squares: Any = 0.0
     calls: int = 0
 
-    def add(self, grad: Tensor) -> None:
-        norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64 if grad.device.type != "mps" else None)
+    def add(self, grad: Tensor | None) -> None:
+        if grad is None:  # the backward passed by: a later call reached back through the carried states alone
+            return
+        norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64)
         self.squares, self.calls = self.squares + norm * norm, self.calls + 1
 
     def value(self) -> float | None:
@@ -239,8 +241,9 @@ def monitor(
         spike and that nearly always do, and gradient norms. Used again, it goes on counting.
 
     Raises:
-        MonitorError: `layers` or `states` names something that is not there; there is no neuron; the model is compiled
-            (its hooks are part of the compiled code: monitor the model that you gave to `torch.compile`).
+        MonitorError: `layers` or `states` names something that is not there; there is no neuron; the model is compiled (its
+            hooks would be: monitor the model that was given to `torch.compile`). A compiled function that calls the model
+            breaks its graph there while the `with` lasts.
     """
     layers = (layers,) if isinstance(layers, str) else layers
     states = (states,) if isinstance(states, str) else states
@@ -249,7 +252,7 @@ def monitor(
 
 # --- parts -----------------------------------------------------------------------------------------------------------------
 def _refuse_compiled(model: nn.Module) -> None:
-    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
+    if any(map(_compat.is_compiled, model.modules())):
         raise MonitorError("the model is compiled, hooks and all", hint="Monitor it before `torch.compile`, or a copy of it.")
 
 
@@ -272,8 +275,11 @@ def _state_names(module: nn.Module) -> tuple[str, ...]:
     return make_signature(module.core, module.num_inputs, module.num_states, module.num_params).state_names
 
 
+@_compat.unseen_by_dynamo
 def _after_call(record: LayerRecord, module: nn.Module, inputs: Any, output: Any) -> None:
     """The forward hook."""
+    if torch.compiler.is_dynamo_compiling():
+        _compat.break_graph("flexsn.monitor keeps values: leave its `with` before compiling")
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise MonitorError(f"{_name(record)} returns {type(first).__name__}, not a tensor", hint="Leave it out of `layers`.")

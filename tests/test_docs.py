@@ -165,3 +165,18 @@ def test_command_lines_parse():
     for line in lines:
         assert callable(make_parser().parse_args(line.strip().strip('"').split()).run), line
     assert {line.split()[0] for line in lines} == {"explain", "bench", "doctor", "cache", "completion"}
+
+
+def test_pictures_snippets_run(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    import pictures
+
+    monkeypatch.chdir(tmp_path)
+    names, printed = pictures.run(pictures.PAGE.read_text())
+    shown = set(re.findall(r"\(img/(\w+\.png)\)", pictures.PAGE.read_text()))
+    assert {p.name for p in tmp_path.glob("*.png")} == shown and (tmp_path / "events.gif").stat().st_size > 1000
+    assert names["spikes"].shape == (200, 60) and names["hidden"].spikes[-1].shape == names["hidden"].states["v"][-1].shape == (50, 8, 100)
+    words, shown_words = (re.sub(r"\s*[-\d][\d.e%+-]*", " #", t) for t in (printed, pictures.PAGE.read_text()))  # digits: of a machine
+    assert "is silent" in printed and words in shown_words, "run `python tools/pictures.py`"
+    for name in shown:
+        assert (pictures.PAGE.parent / "img" / name).stat().st_size < 100_000

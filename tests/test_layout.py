@@ -14,7 +14,7 @@ import flexsn
 PACKAGE = Path(flexsn.__file__).parent
 ORDER = [
     "signature", "capture", "graph", "blueprint", "plan", "render", "launch", "compile", "run", "ops", "doors", "loops", "scan", "hop",
-    "module", "step", "handles", "handle", "lowlevel",
+    "module", "step", "handles", "handle", "lowlevel", "plot", "monitor",
 ]  # fmt: skip
 
 

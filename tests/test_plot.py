@@ -297,7 +297,9 @@ def test_animation_of_events_tells_polarities_apart(ax, tmp_path):
 
 
 # --- values, and what is installed --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [torch.Tensor.bfloat16, torch.Tensor.bool, torch.Tensor.numpy, torch.Tensor.tolist], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [torch.Tensor.bfloat16, torch.Tensor.bool, torch.Tensor.numpy, torch.Tensor.tolist], ids=lambda f: f.__name__
+)
 def test_kinds_of_values(ax, make):
     spikes = some_spikes(6, 4)
     plot.raster(make(spikes), ax=ax)
@@ -310,6 +312,8 @@ def test_matplotlib_is_imported_when_drawing():
         "import torch, flexsn\n"
         "try:\n    flexsn.plot.raster(torch.ones(2, 2))\nexcept ImportError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(flexsn.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(flexsn.__file__).parent.parent
+    )
     assert done.returncode == 0, done.stderr
     assert 'pip install "flexsn[plot]"' in done.stdout
