@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> dict:
         for coupling in one.parameters():
             nn.init.constant_(coupling, 0.1)
         for ax, value, start in ((axes[0], 0.0, (1.0, 0.0)), (axes[1], 0.12, (0.0, 0.0))):
-            view = {"x": (-1.5, 3.0), "y": (-1.0, 1.4), "starts": [start], "steps": 120, "names": ("dendrite", "soma")}
+            view = {"x": (-1.5, 3.0), "y": (-1.0, 1.4), "starts": [start], "steps": 60, "names": ("dendrite", "soma")}
             plot.phase_plane(one, ax=ax, inputs=[value], **view).set_title(f"Input {value}: " + ("spikes" if value else "an echo"))
         for ax, (name, (history, accuracy)) in zip(axes[2:], results.items(), strict=True):
             learning_curve(history, ax).set_title(f"{name}: {accuracy:.1%} in the test")

@@ -53,7 +53,7 @@ def raster(spikes: Any, ax: Axes | None = None, *, dt: float | None = None, colo
     ax = _axes(ax)
     step, neuron = values.nonzero()
     colors = color if isinstance(color, str) or len(color) != values.shape[1] else [color[k] for k in neuron]
-    width = max(0.4, min(1.4, 240 / len(values)))
+    width = max(0.4, min(2.5, 240 / len(values)))
     ax.vlines(step * (dt or 1.0), neuron - height / 2, neuron + height / 2, colors=colors, lw=width)
     _time_axis(ax, len(values), dt)
     ax.set(ylim=(-0.7, values.shape[1] - 0.3), ylabel="neuron")
