@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _compat, dynamo, run
+from . import _compat, dynamo, run, sharding
 from . import reads as reading
 from . import tune as tuning
 from .blueprint import Blueprint
@@ -171,6 +171,9 @@ def run_core(
         seen.signatures[counts] = make_signature(core, *counts)
     sig = seen.signatures[counts]
     check_operands(sig, inputs, states, params)
+    if key is None and sharding.any_dtensor(tensors):
+        sharding.ready()
+        sharding.check_layouts(sig, inputs, states, (*params, *captured.values()))
     _refuse_stale(sig, inputs, states)
     if backend != "torch":
         try:
