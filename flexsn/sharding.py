@@ -217,3 +217,39 @@ def ready() -> None:
 
     for name, rule in RULES.items():
         torch.library.register_torch_dispatch(f"flexsn::{name}", DTensor, rule, lib=LIBRARY)
+
+
+# --- parallelize_module -------------------------------------------------------------------------------------------------------------
+def neuron_parallel(layout: Placement | None = None) -> Any:
+    """A `ParallelStyle` of `parallelize_module` for a `FlexSN` between sharded layers: its params become replicas on the mesh.
+
+    Inputs and outputs are this rank's parts as plain tensors, as `ColwiseParallel` gives and `RowwiseParallel` takes them; inside
+    they are DTensors, so the gradients of params are reduced over the mesh. States are carried as DTensors.
+
+    Args:
+        layout: how the inputs lie on the mesh, by default `Shard(-1)` (the last dim, channels); `Shard(0)` is time and refused.
+    """
+    from torch.distributed.tensor import DTensor, Shard, distribute_module
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    lies = Shard(-1) if layout is None else layout
+
+    class NeuronParallel(ParallelStyle):
+        def _apply(self, module, device_mesh):
+            def inside(module, inputs, mesh):
+                return tuple(x if is_dtensor(x) else DTensor.from_local(x, mesh, [_from_front(lies, x)], run_check=False) for x in inputs)
+
+            def outside(module, outputs, mesh):
+                parts = tuple(y.to_local() for y in ((outputs,) if isinstance(outputs, Tensor) else outputs))
+                return parts[0] if isinstance(outputs, Tensor) else parts
+
+            return distribute_module(module, device_mesh, None, inside, outside)
+
+    return NeuronParallel()
+
+
+def _from_front(layout: Placement, tensor: Tensor) -> Placement:
+    """`Shard(-1)` as `Shard(tensor.dim() - 1)`."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(layout.dim % tensor.dim()) if isinstance(layout, Shard) else layout
