@@ -169,6 +169,17 @@ def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def outside_dynamo(reason: str) -> Callable[[Callable], Callable]:
+    """A decorator: inside a compiled region the call breaks the graph and runs as it is. (`torch.compiler.disable` imports Dynamo.)"""
+
+    def mark(function: Callable) -> Callable:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # 2.11, 2.13
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]  # 2.11, 2.13
+        return unseen_by_dynamo(function)
+
+    return mark
+
+
 def trace_body(core: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
     """The graph of a core inside a trace."""
     from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.13

@@ -96,12 +96,12 @@ def check_layouts(sig: Signature, inputs: Sequence[Tensor], states: Tensors, sta
                 raise ShardingError(f"placement {placement} is not one of Shard, Replicate and Partial", core=sig.core)
     for name, x in named[: len(inputs)]:
         if any(p.is_shard(0) for p in x.placements):  # type: ignore[union-attr]
+            shape = list(x.shape)  # type: ignore[union-attr]
             raise ShardingError(
-                f"input `{name}` is sharded in time (dim 0 of {list(x.shape)}), but a step needs the states of the step before",  # type: ignore[union-attr]
-                core=sig.core,
-                hint=f"Shard a dim of the step (batch, channel, space): `{name}.redistribute(placements=[Shard(1)])`, or run the sequence in "
-                "pieces, one after the other.",
-            )
+                f"input `{name}` is sharded in time (dim 0 of {shape}), but a step needs the states of the step before", core=sig.core,
+                hint=f"Shard a dim of the step (batch, channel, space): `{name}.redistribute(placements=[Shard(1)])`, or run the "
+                "sequence in pieces, one after the other.",
+            )  # fmt: skip
 
 
 def settled(tensors: Tensors) -> list[Tensor | None]:
@@ -127,7 +127,7 @@ class _InOwnLayout(torch.autograd.Function):
     """The tensor itself; its gradient is redistributed to where the tensor lies: partial sums are reduced."""
 
     @staticmethod
-    def forward(ctx, tensor: DTensor) -> DTensor:
+    def forward(ctx, tensor):
         ctx.placements = tensor.placements
         return tensor.view_as(tensor)
 

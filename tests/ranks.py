@@ -4,7 +4,6 @@ Starting processes takes seconds, so one launch runs many checks. A check is a f
 module; the first one to fail in any process ends its process with a traceback, and the others with it.
 """
 
-import contextlib
 import datetime
 import importlib
 import os
@@ -31,10 +30,11 @@ def start(module, world, names, folder, backend="gloo", seconds=240):
     """Exit codes and outputs; processes that have not ended after `seconds` are killed, and their code is -SIGKILL."""
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
-    files, children = [Path(folder, f"rank{k}.txt").open("w+") for k in range(world)], []
-    for k, file in enumerate(files):
+    paths, children = [Path(folder, f"rank{k}.txt") for k in range(world)], []
+    for k, path in enumerate(paths):
         command = [sys.executable, __file__, Path(module).stem, str(k), str(world), str(folder), backend, *names]
-        children.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
+        with path.open("w") as file:
+            children.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
     end = time.monotonic() + seconds
     for child in children:
         try:
@@ -42,12 +42,7 @@ def start(module, world, names, folder, backend="gloo", seconds=240):
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGKILL)
             child.wait()
-    texts = []
-    for file in files:
-        with contextlib.closing(file):
-            file.seek(0)
-            texts.append(file.read())
-    return [child.returncode for child in children], texts
+    return [child.returncode for child in children], [path.read_text() for path in paths]
 
 
 def main():
