@@ -47,25 +47,31 @@ def bar(done):
     return shown[0], shown[-1]
 
 
-def kill_after(processes, out, step, *options):
-    """SIGKILL to the whole job once `step` steps are in its log."""
-    job = subprocess.Popen(
-        command(processes, out, *options), env=environment(), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    end = time.monotonic() + 120
-    log = out / "losses.jsonl"
-    while not (log.exists() and log.read_text().count("\n") >= step):
-        assert job.poll() is None and time.monotonic() < end, "the job ended before it could be killed"
-        time.sleep(0.002)
-    os.killpg(job.pid, signal.SIGKILL)
-    assert job.wait() == -signal.SIGKILL
-
-
-def descendants_are_gone(out):
-    """No process works on `out` any more."""
+def processes_of(out):
+    """Ids of the processes that train into `out`, and what started them."""
+    found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has just ended
-            assert str(out) not in entry.read_bytes().decode(errors="replace"), entry
+            if str(out) in entry.read_bytes().decode(errors="replace"):
+                found.append(int(entry.parent.name))
+    return found
+
+
+def kill_after(processes, out, step, *options):
+    """SIGKILL to every process that trains once `step` steps are in the log."""
+    with (out.parent / "killed.txt").open("w+") as said:
+        job = subprocess.Popen(command(processes, out, *options), env=environment(), stdout=said, stderr=said)
+        end, log = time.monotonic() + 120, out / "losses.jsonl"
+        while not (log.exists() and log.read_text().count("\n") >= step):
+            assert job.poll() is None and time.monotonic() < end, "the job ended before it could be killed"
+            time.sleep(0.002)
+        victims = [pid for pid in processes_of(out) if pid != job.pid or processes == 1]
+        assert len(victims) == processes
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        code = job.wait(timeout=60)
+        said.seek(0)
+        assert code == -signal.SIGKILL if processes == 1 else "Signal 9 (SIGKILL) received by PID" in said.read()
 
 
 def resumes(processes, tmp_path):
@@ -114,4 +120,4 @@ def test_failed_process_ends_the_job(tmp_path):
     cause = done.stderr.split("Root Cause (first observed failure)")[1]
     assert "rank      : 1" in cause and "rank 1 was told to fail at step 10" in cause
     assert len(losses(tmp_path / "run")) == 10
-    descendants_are_gone(tmp_path / "run")
+    assert not processes_of(tmp_path / "run")
