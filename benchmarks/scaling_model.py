@@ -71,7 +71,11 @@ def cases(network: dict, gpu: dict) -> list[Case]:
     linear = next(row for row in gpu["workload"]["rows"] if row["dtype"] == "float16")
     nbytes = 2 * (LINEAR * LINEAR + LINEAR)
     ms = linear["ms"]["flexsn"]
-    return [*found, Case("Linear + LIF, one weight", ms, nbytes, 0.0, 1.0), Case("Linear + LIF, weight in 8 blocks", ms, nbytes, 0.35, 1 / 8)]
+    return [
+        *found,
+        Case("Linear + LIF, one weight", ms, nbytes, 0.0, 1.0),
+        Case("Linear + LIF, weight in 8 blocks", ms, nbytes, 0.35, 1 / 8),
+    ]
 
 
 def scaling_table(found: list[Case]) -> list[str]:
@@ -87,7 +91,10 @@ def memory_table(network: dict) -> list[str]:
     """The batch that fits: memory of a step grows with the batch; what does not (weights, gradients, momentum) is taken off first."""
     total, batch = network["machine"]["memory_gib"] * 1024, network["batch"]
     fixed = 3 * 4 * VGG_PARAMS / MIB
-    lines = ["| network, T = 16 | peak MiB at batch 128 | MiB per sample | batch that fits | of ReLU's |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| network, T = 16 | peak MiB at batch 128 | MiB per sample | batch that fits | of ReLU's |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     names = {"relu": "ReLU", "flexsn": "flexsn", "eager_loop": "eager loop", "sj_lifnode_triton": "SpikingJelly LIFNode (triton)",
              "relu_compiled": "ReLU, compiled", "flexsn_compiled": "flexsn, compiled",
              "sj_lifnode_triton_compiled": "SpikingJelly LIFNode (triton), compiled"}  # fmt: skip
@@ -128,7 +135,9 @@ def tensor_parallel_table(gpu: dict) -> list[str]:
 def measured_table() -> list[str]:
     """Weak scaling as measured, if a result is there."""
     if not list(RESULTS.glob("scaling_2*.json")):
-        return ["Not measured yet on several GPUs: `python benchmarks/scaling.py --world 1 2 4 8 --output benchmarks/results/scaling_<date>.json`."]
+        return [
+            "Not measured yet on several GPUs: `python benchmarks/scaling.py --world 1 2 4 8 --output benchmarks/results/scaling_<date>.json`."
+        ]
     document, name = newest("scaling_2*.json")
     m = document["machine"]
     lines = [f"From `benchmarks/results/{name}` ({document['date']}; {m.get('gpu', 'CPU')}, PyTorch {m['torch']}, Python {m['python']}, NCCL"

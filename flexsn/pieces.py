@@ -21,7 +21,11 @@ Run = Callable[[tuple[Tensor, ...], Sequence[Tensor | None]], tuple[tuple[Tensor
 
 def in_pieces(x: Any) -> bool:
     """Whether an input of `scan` is a sequence in pieces: a list, tuple, dataset or iterator, and no array."""
-    if isinstance(x, (Tensor, str, bytes, dict)) or hasattr(x, "__array__"):
+    if isinstance(x, Tensor):
+        return False
+    if isinstance(x, (list, tuple)):
+        return not x or isinstance(x[0], Tensor)
+    if isinstance(x, (str, bytes, dict)) or hasattr(x, "__array__"):
         return False
     return isinstance(x, Iterator) or (hasattr(x, "__len__") and hasattr(x, "__getitem__"))
 

@@ -27,7 +27,7 @@ from .signature import Signature
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import Placement
 
 Tensors = Sequence[Tensor | None]
 

@@ -50,7 +50,9 @@ def compare(mesh, x_lies, v_lies, w, w_lies, core=plif):
     results = []
     for x, *v, w in (operands, spread):
         done = flexsn.scan(core, (x,), v or (None,), (w,), strict=True)
-        cotangents = [torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator(device()).manual_seed(k)) for k, y in enumerate(done.outputs)]
+        cotangents = [
+            torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator(device()).manual_seed(k)) for k, y in enumerate(done.outputs)
+        ]
         if isinstance(x, DTensor):
             cotangents = [distribute_tensor(g, mesh, x_lies) for g in cotangents]
             assert all(y.placements == tuple(x_lies) for y in (*done.outputs,)), [y.placements for y in done.outputs]
@@ -105,7 +107,9 @@ def check_missing_reduction_is_seen(rank, world):
     from flexsn import sharding
 
     mesh, whole = init_device_mesh(device(), (world,)), sharding._InOwnLayout.backward
-    local = lambda ctx, grad: DTensor.from_local(grad.to_local(), mesh, ctx.placements, run_check=False, shape=grad.shape, stride=grad.stride())
+    local = lambda ctx, grad: DTensor.from_local(
+        grad.to_local(), mesh, ctx.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+    )
     sharding._InOwnLayout.backward = staticmethod(local)
     try:
         with pytest.raises(AssertionError, match="not close"):
@@ -170,7 +174,10 @@ def check_two_mesh_dims(rank, world):
 def check_captured(rank, world):
     """Modules whose captured params are DTensors; states are carried as DTensors."""
     mesh = init_device_mesh(device(), (world,))
-    for make, name in ((lambda: flexsn.FlexSN(PLIF(8), num_states=1, strict=True), "core.w"), (lambda: flexsn.FlexSN(capturing(8), 1, 1, strict=True), "captured.decay")):
+    for make, name in (
+        (lambda: flexsn.FlexSN(PLIF(8), num_states=1, strict=True), "core.w"),
+        (lambda: flexsn.FlexSN(capturing(8), 1, 1, strict=True), "captured.decay"),
+    ):
         torch.manual_seed(1)
         x = random(T, 4, 8)
         alone, layer = make().double(), distribute_module(make().double(), mesh)
