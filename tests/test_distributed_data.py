@@ -330,9 +330,9 @@ def test_killed_process_ends_the_others(tmp_path):
     assert "Connection closed by peer" in texts[0] or "Connection reset by peer" in texts[0], texts[0][-2000:]
 
 
-SLOW = ["check_ddp_inductor", "check_fsdp_compiled"]
+SLOW = ["check_ddp_inductor", "check_ddp_compiled", "check_fsdp_compiled", "check_ddp_autocast", "check_fsdp_mixed_precision"]
 CHECKS = [n for n in list(globals()) if n.startswith("check_") and n not in ("check_killed", *SLOW)]
-FEW = ["check_ddp", "check_states_stay", "check_fsdp"]  # on four processes
+FEW = ["check_ddp", "check_states_stay", "check_fsdp"]
 
 
 @pytest.mark.parametrize(("world", "names"), [(2, CHECKS), (4, FEW)])
@@ -341,5 +341,6 @@ def test_gradients_are_those_of_one_process(world, names, tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor(tmp_path):
-    launch(__file__, 2, SLOW, tmp_path)
+@pytest.mark.parametrize("world", [2, 4])
+def test_compiled_and_mixed_precision(world, tmp_path):
+    launch(__file__, world, SLOW if world == 2 else SLOW[-2:], tmp_path)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GP
 def test_gradients_are_those_of_one_process(world, tmp_path):
     if world > GPUS:
         pytest.skip(f"needs {world} GPUs")
-    names = [*test_distributed_data.CHECKS, "check_ddp_inductor"] if world == 2 else test_distributed_data.CHECKS
+    names = [*test_distributed_data.CHECKS, *(test_distributed_data.SLOW if world == 2 else ())]
     launch(test_distributed_data.__file__, world, names, tmp_path, backend="nccl", seconds=500)
 
 

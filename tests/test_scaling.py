@@ -63,6 +63,7 @@ def check_snippets(rank, world):
     assert isinstance(names["net"][1], nn.Module) and names["net"][1].states is None
 
 
+@pytest.mark.slow
 def test_snippets(tmp_path):
     launch(__file__, 2, ["check_snippets"], tmp_path)
 

@@ -305,6 +305,7 @@ def test_two_processes(tmp_path):
     launch(__file__, 2, CHECKS, tmp_path)
 
 
+@pytest.mark.slow
 def test_four_processes(tmp_path):
     launch(__file__, 4, ["check_any_step_dim", "check_two_mesh_dims", "check_parallel_mlp", "check_parallel_transformer"], tmp_path)
 
