@@ -214,6 +214,9 @@ The batch per GPU that fits bounds how far the reduction can be hidden: exposed 
 
 ## Measured
 
+The model above leaves out what DDP itself costs (the column "without reduction" against one GPU: gradients are added to buckets and
+divided) and what NCCL's kernels take from a backward that they run beside; measured numbers are lower where these weigh.
+
 {measured}
 """
 
