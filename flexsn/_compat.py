@@ -179,6 +179,17 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # 2.13
 
 
+def outside_dynamo(reason: str) -> Callable[[Callable], Callable]:
+    """A decorator: inside a compiled region the call breaks the graph and runs as it is. (`torch.compiler.disable` imports Dynamo.)"""
+
+    def mark(function: Callable) -> Callable:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # 2.11, 2.13
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]  # 2.11, 2.13
+        return unseen_by_dynamo(function)
+
+    return mark
+
+
 def trace_body(core: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
     """The graph of a core inside a trace."""
     from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.13

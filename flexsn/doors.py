@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from . import _compat, run
+from . import _compat, run, sharding
 from .errors import DoubleBackwardError, ForwardModeError, ShapeMismatchError
 from .ops import LIBRARY, TAGS, TracedCall, program_from, text_of
 
@@ -223,7 +223,11 @@ def call_of(program: str, inputs: Sequence[Tensor], states: Tensors, statics: Se
 
 def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     call = call_of(program, inputs, states, statics, sequences)
-    tensors = (*inputs, *states, *statics)
+    tensors: Tensors = (*inputs, *states, *statics)
+    if sharding.any_dtensor(tensors):
+        sharding.ready()
+        sharding.check_layouts(call.program.sig, inputs, states, statics)
+        tensors = sharding.settled(tensors)
     if not call.differentiable:
         return _without_gradients(call, tensors)[0]
     results = list((_Traced if isinstance(call, TracedCall) else _Eager).apply(call, *tensors))
@@ -241,6 +245,7 @@ def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     return [*outputs, *finals, *trail]
 
 
+sharding.RULES["scan"] = lambda cls, func, types, args, kwargs: _scan(*args)
 for _key in ("CompositeExplicitAutograd", "Autograd"):
     LIBRARY.impl("scan", _scan, _key)
 torch.library.register_fake("flexsn::scan", _fake_scan, lib=LIBRARY)

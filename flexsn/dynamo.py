@@ -23,6 +23,7 @@ from .fallback import warn_once
 from .graph import HALF
 from .ops import KERNEL_FUNCTIONS, choose_backend, text_of
 from .places import Replay
+from .sharding import any_dtensor
 from .signature import Signature, core_name, positional_names, step_shape
 from .sizes import Sizes, settle_sizes
 
@@ -160,6 +161,8 @@ def _core_scan_variable(dynamo: Any) -> type:
             counts = len(inputs.items), len(states.items), len(params.items)
             proxies = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
             fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
+            if any_dtensor(fakes):
+                raise Unsupported("a neuron on DTensors: the call runs uncompiled, between compiled parts")
             body, lifted = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value)
             bodies = [body]
             if any(t is not None and t.dtype in HALF for t in fakes):

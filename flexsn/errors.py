@@ -170,6 +170,14 @@ class StaleStateError(FlexSNError, RuntimeError):
     """A state was left by a trace or a `torch.func` transform that has ended: it has no values."""
 
 
+class ShardingError(FlexSNError, ValueError):
+    """DTensors that are laid out over the device mesh in a way that a neuron cannot run (time sharded, plain and distributed mixed)."""
+
+
+class PiecesError(FlexSNError, ValueError):
+    """A sequence in pieces that cannot be read as the call needs it."""
+
+
 class DecomposeError(FlexSNError, RuntimeError):
     """An exported program cannot be written without flexsn's operators."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _compat, dynamo, run
+from . import _compat, dynamo, run, sharding
 from . import reads as reading
 from . import tune as tuning
 from .blueprint import Blueprint
@@ -24,11 +24,13 @@ from .errors import (
     CannotFuseError,
     ForwardModeError,
     OperandTypeError,
+    PiecesError,
     StaleStateError,
 )
 from .fallback import warn_once
 from .loops import scan_operator
 from .ops import TracedCall, choose_backend
+from .pieces import in_pieces, scan_pieces
 from .reads import Reads
 from .signature import Signature, check_operands, core_name, make_signature, step_shape
 from .sizes import Sizes, settle_sizes
@@ -53,12 +55,16 @@ def scan(
     backend: str = "auto",
     strict: bool = False,
     tune: bool = False,
+    reduce: Callable[..., Any] | None = None,
 ) -> ScanResult:
     """Run one-step function `core` over T steps in one fused kernel, differentiable in every tensor it touches.
 
     Args:
         core: `core(*inputs_t, *states, *params) -> (*outputs_t, *new_states)`, one time step in plain PyTorch.
-        inputs: sequences `[T, *shape]`; at least one. `core` sees `[*shape]`.
+        inputs: sequences `[T, *shape]`; at least one. `core` sees `[*shape]`. Or sequences in pieces, each a list (or anything
+            with `len` and `[k]`) of `[T_k, *shape]`: results are lists of pieces too, and the backward reads and runs every piece
+            again, so that only the states at their borders are kept. Pieces are moved to where the initial states are. An
+            iterator of pieces can be read once, and serves where nothing requires grad.
         states: initial states, broadcastable to the step shape; None for zeros of the shape and dtype that `core` returns.
         params: tensors that go to every step unchanged. Tensors that `core` captures need not be listed.
         store_state_seqs: return the states of every step in place of the final ones.
@@ -67,6 +73,8 @@ def scan(
         strict: make `"auto"` raise where it would fall back to the eager loop.
         tune: on a GPU, measure the kernels' tiles at these sizes first (seconds, once: the choice is kept on disk, and used by
             later calls of all kinds). Compiled calls do not measure.
+        reduce: for sequences in pieces, `reduce(k, *outputs)` takes the outputs of piece `k` and returns a tensor or a tuple of
+            tensors (its part of the loss), which are summed over the pieces and returned in place of the outputs.
 
     Returns:
         `ScanResult(outputs, states)`, both tuples.
@@ -77,6 +85,8 @@ def scan(
     for name, given in (("inputs", inputs), ("states", states), ("params", params)):
         if not isinstance(given, (tuple, list)):
             raise OperandTypeError(f"`{name}` must be a tuple or list of tensors", core=core_name(core), hint=f"Write `{name}=(x,)`.")
+    if reduce is not None or any(map(in_pieces, inputs)):
+        return _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, backend=backend, strict=strict, tune=tune)
     operands = tuple(inputs), tuple(states), tuple(params)
     if torch.compiler.is_dynamo_compiling():
         finals, sequences, outputs = compile_core(core, None, *operands, backend=backend, strict=strict, sequences=store_state_seqs)
@@ -85,6 +95,22 @@ def scan(
             core, look(core), {}, *operands, backend=backend, strict=strict, sequences=store_state_seqs, tune=tune
         )
     return ScanResult(tuple(outputs), tuple(sequences if store_state_seqs else finals))
+
+
+@_compat.outside_dynamo("a sequence in pieces")
+def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **options) -> ScanResult:
+    if not any(map(in_pieces, inputs)):
+        raise PiecesError("`reduce` is given, but no input is in pieces", core=core_name(core), hint="Write `inputs=(x.split(length),)`.")
+
+    def run(pieces: tuple[Tensor, ...], states: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
+        found = scan(core, pieces, tuple(states), params, store_state_seqs=store_state_seqs, **options)
+        trail = found.states if store_state_seqs else ()
+        finals = [v[-1] if len(v) else given for v, given in zip(trail, states, strict=True)] if store_state_seqs else found.states
+        return found.outputs, tuple(finals), trail
+
+    names = make_signature(core, len(inputs), len(states), len(params)).input_names
+    outputs, finals, trails = scan_pieces(run, core_name(core), names, inputs, states, reduce)
+    return ScanResult(outputs, trails if store_state_seqs else finals)  # type: ignore[arg-type]  # lists of tensors, as documented
 
 
 class CoreScan(_compat.HigherOrderOperator):
@@ -171,6 +197,9 @@ def run_core(
         seen.signatures[counts] = make_signature(core, *counts)
     sig = seen.signatures[counts]
     check_operands(sig, inputs, states, params)
+    if key is None and sharding.any_dtensor(tensors):
+        sharding.ready()
+        sharding.check_layouts(sig, inputs, states, (*params, *captured.values()))
     _refuse_stale(sig, inputs, states)
     if backend != "torch":
         try:

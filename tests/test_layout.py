@@ -13,8 +13,8 @@ import flexsn
 
 PACKAGE = Path(flexsn.__file__).parent
 ORDER = [
-    "signature", "capture", "graph", "blueprint", "plan", "render", "launch", "compile", "run", "ops", "doors", "loops", "scan", "hop",
-    "module", "step", "handles", "handle", "lowlevel", "plot", "monitor",
+    "signature", "capture", "graph", "blueprint", "plan", "render", "launch", "compile", "run", "ops", "sharding", "doors", "loops", "pieces", "scan",
+    "hop", "module", "step", "handles", "handle", "lowlevel", "plot", "monitor",
 ]  # fmt: skip
 
 
@@ -93,6 +93,14 @@ def test_imports_without_triton_and_compiler():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "12.0"
+
+
+def test_dtensor_is_imported_by_who_uses_it():
+    code = "import sys, torch\nbefore = set(sys.modules)\nimport flexsn\nprint(*sorted(set(sys.modules) - before))\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "flexsn.sharding" in loaded and not [m for m in loaded if m.startswith(("torch.distributed.tensor", "torch._dynamo"))]
 
 
 def test_public_names():

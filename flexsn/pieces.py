@@ -1,0 +1,121 @@
+"""A sequence in pieces: states go from piece to piece, and the backward reads and runs each piece again.
+
+Between forward and backward only the states at the borders are kept, so a sequence may be longer than memory: its pieces
+may lie on disk, or be made when they are asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .errors import PiecesError
+
+Run = Callable[[tuple[Tensor, ...], Sequence[Tensor | None]], tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]]
+
+
+def in_pieces(x: Any) -> bool:
+    """Whether an input of `scan` is a sequence in pieces: a list, tuple, dataset or iterator, and no array."""
+    if isinstance(x, Tensor):
+        return False
+    if isinstance(x, (list, tuple)):
+        return not x or isinstance(x[0], Tensor)
+    if isinstance(x, (str, bytes, dict)) or hasattr(x, "__array__"):
+        return False
+    return isinstance(x, Iterator) or (hasattr(x, "__len__") and hasattr(x, "__getitem__"))
+
+
+def scan_pieces(
+    run: Run, core: str, names: Sequence[str], inputs: Sequence[Any], states: Sequence[Tensor | None], reduce: Callable[..., Any] | None
+) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:
+    """Outputs (lists of pieces, or sums of what `reduce` returns), final states, state sequences (lists of pieces).
+
+    Args:
+        run: one piece: inputs and initial states -> outputs, final states, state sequences.
+        names: of the inputs, for messages.
+        inputs: one sequence in pieces per input.
+        reduce: `reduce(k, *outputs)` for piece `k`.
+    """
+    pieces = _Pieces(core, names, inputs)
+    device = next((v.device for v in states if v is not None), None)
+
+    def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        outputs, finals, trail = run(pieces.read(k, device), states)
+        return outputs if reduce is None else _as_tuple(reduce(k, *outputs)), finals, trail
+
+    found: list[tuple[Tensor, ...]] = []
+    trails: list[tuple[Tensor, ...]] = []
+    for k in pieces.numbers():
+        if pieces.one_shot or not torch.is_grad_enabled():
+            results, finals, trail = one(k, *states)
+            pieces.refuse_gradients((*results, *finals))
+        else:
+            results, finals, trail = checkpoint(one, k, *states, use_reentrant=False)
+        states = finals
+        trails.append(trail)
+        found = [*found, results] if reduce is None or not found else [tuple(a + b for a, b in zip(found[0], results, strict=True))]
+    outputs = tuple(list(y) for y in zip(*found, strict=True)) if reduce is None else found[0]
+    return outputs, tuple(states), tuple(list(v) for v in zip(*trails, strict=True))  # type: ignore[arg-type]  # finals are there
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+class _Pieces:
+    """The pieces of every input, by number.
+
+    Attributes:
+        one_shot: an input is an iterator, so that nothing can be read twice.
+    """
+
+    def __init__(self, core: str, names: Sequence[str], inputs: Sequence[Any]):
+        self.core, self.names, self.inputs = core, names, inputs
+        for name, x in zip(names, inputs, strict=True):
+            if not in_pieces(x):
+                raise PiecesError(f"input `{name}` is {type(x).__name__} while another input is in pieces", core=core,
+                                  hint=f"Cut it as the others: `{name}.split(lengths)`.")  # fmt: skip
+        self.one_shot = any(isinstance(x, Iterator) for x in inputs)
+        counts = {name: len(x) for name, x in zip(names, inputs, strict=True) if not isinstance(x, Iterator)}
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"`{n}` has {c}" for n, c in counts.items())
+            raise PiecesError(f"inputs differ in their number of pieces: {listed}", core=core)
+        self.streams = [iter(x) if isinstance(x, Iterator) else None for x in inputs]
+        self.count = next(iter(counts.values()), None)
+        self.waiting: list[Any] = []
+
+    def numbers(self) -> Iterator[int]:
+        """0, 1, ... while there are pieces; those of iterators wait to be read."""
+        for k in itertools.count() if self.count is None else range(self.count):
+            self.waiting = [None if stream is None else next(stream, None) for stream in self.streams]
+            ended = [w is None for w, stream in zip(self.waiting, self.streams, strict=True) if stream is not None]
+            if any(ended):
+                if not all(ended) or self.count is not None:
+                    raise PiecesError(f"an input has fewer pieces than another: it ends before piece {k}", core=self.core)
+                if k > 0:
+                    return
+                self.count = 0
+                break
+            yield k
+        if self.count == 0:
+            raise PiecesError("there are no pieces", core=self.core)
+
+    def read(self, k: int, device: torch.device | None) -> tuple[Tensor, ...]:
+        """Piece `k` of every input, on `device`."""
+        found = [w if stream is not None else x[k] for x, w, stream in zip(self.inputs, self.waiting, self.streams, strict=True)]
+        for name, piece in zip(self.names, found, strict=True):
+            if not isinstance(piece, Tensor):
+                raise PiecesError(f"piece {k} of input `{name}` is {type(piece).__name__}, not a tensor", core=self.core)
+        return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
+
+    def refuse_gradients(self, results: Sequence[Tensor]) -> None:
+        if self.one_shot and any(t.requires_grad for t in results):
+            raise PiecesError(
+                "is trained on an iterator of pieces, but the backward has to read them again", core=self.core,
+                hint="Give a list, or anything with `len(pieces)` and `pieces[k]`; iterators serve under `torch.no_grad()`.",
+            )  # fmt: skip

@@ -1,0 +1,255 @@
+"""DTensors as operands: how a neuron may lie on a device mesh, and what is reduced.
+
+A neuron works elementwise on one step, so every dim of the step shape may be sharded and the kernel runs on the local part,
+without communication: an operand that has the sharded dim is sharded with it, one that broadcasts along it is replicated.
+Time may not be sharded: a step needs the one before. What depends on params alone stays ordinary DTensor ops around the
+kernel (`run.py`), so the sum over a sharded dim that ends in the gradient of a param is a DTensor's partial sum, and comes
+back in the param's own layout, reduced.
+
+The rules below are what `flexsn::forward` and `flexsn::backward` do with DTensors. They are registered at the first call that
+has one: `torch.distributed.tensor` takes longer to import than flexsn.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import ShardingError
+from .ops import LIBRARY
+from .signature import Signature
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+Tensors = Sequence[Tensor | None]
+
+
+def is_dtensor(tensor: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def any_dtensor(tensors: Tensors) -> bool:
+    return "torch.distributed.tensor" in sys.modules and any(map(is_dtensor, tensors))
+
+
+# --- which step dim lies on which dim of the mesh -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Layout:
+    """For every dim of the mesh: the sharded dim of the step shape, counted from the last (-1), or None for replicas."""
+
+    mesh: DeviceMesh
+    dims: tuple[int | None, ...]
+
+    def placements(self, shape: Sequence[int], step: Sequence[int]) -> list[Placement]:
+        """Of a tensor that broadcasts to the step shape in its last dims."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        return [Replicate() if d is None or len(shape) + d < 0 or shape[d] != step[d] else Shard(len(shape) + d) for d in self.dims]
+
+
+def layout_of(operands: Sequence[tuple[Tensor, int]], step: Sequence[int]) -> Layout:
+    """Where a call runs: every dim of the mesh as the first operand that is sharded along it.
+
+    Args:
+        operands: DTensors, each with the number of its dims in front of the step's.
+    """
+    mesh = operands[0][0].device_mesh  # type: ignore[attr-defined]
+    dims: list[int | None] = [None] * mesh.ndim
+    for tensor, leading in operands:
+        for i, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+            if dims[i] is None and placement.is_shard():
+                d = placement.dim - tensor.dim()
+                if placement.dim >= leading and tensor.shape[d] == step[d]:
+                    dims[i] = d
+    return Layout(mesh, tuple(dims))
+
+
+# --- before a call: operands that the rules can take --------------------------------------------------------------------------------
+def check_layouts(sig: Signature, inputs: Sequence[Tensor], states: Tensors, statics: Sequence[Tensor]) -> None:
+    """Raise `ShardingError` for layouts that have no meaning for a neuron."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    named = [*zip(sig.input_names, inputs, strict=True), *zip(sig.state_names, states, strict=True)]
+    present = [t for t in (*inputs, *states, *statics) if is_dtensor(t)]
+    mesh = present[0].device_mesh  # type: ignore[union-attr]
+    for name, tensor in named:
+        if tensor is not None and not is_dtensor(tensor):
+            raise ShardingError(
+                f"`{name}` is a plain tensor while others of this call are DTensors", core=sig.core,
+                hint=f"Say how it lies on the mesh: `DTensor.from_local({name}, mesh, placements)`. Params that FSDP has sharded are whole "
+                "only inside the forward of the module that it wraps.",
+            )  # fmt: skip
+    for tensor in present:
+        if tensor.device_mesh != mesh:  # type: ignore[union-attr]
+            raise ShardingError(f"operands lie on different meshes: {mesh} and {tensor.device_mesh}", core=sig.core)  # type: ignore[union-attr]
+        for placement in tensor.placements:  # type: ignore[union-attr]
+            if type(placement) not in (Shard, Replicate, Partial):
+                raise ShardingError(f"placement {placement} is not one of Shard, Replicate and Partial", core=sig.core)
+    for name, x in named[: len(inputs)]:
+        if any(p.is_shard(0) for p in x.placements):  # type: ignore[union-attr]
+            shape = list(x.shape)  # type: ignore[union-attr]
+            raise ShardingError(
+                f"input `{name}` is sharded in time (dim 0 of {shape}), but a step needs the states of the step before", core=sig.core,
+                hint=f"Shard a dim of the step (batch, channel, space): `{name}.redistribute(placements=[Shard(1)])`, or run the "
+                "sequence in pieces, one after the other.",
+            )  # fmt: skip
+
+
+def settled(tensors: Tensors) -> list[Tensor | None]:
+    """Operands as DTensors of one mesh without partial sums, whose gradients come back in their own layouts.
+
+    Plain ones among them (params, captured tensors) are the same on every rank: replicas.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = next(t.device_mesh for t in tensors if is_dtensor(t))  # type: ignore[union-attr]
+    replicas = [Replicate()] * mesh.ndim
+    found: list[Tensor | None] = []
+    for tensor in tensors:
+        if tensor is not None and not is_dtensor(tensor):
+            tensor = DTensor.from_local(tensor, mesh, replicas, run_check=False)
+        elif tensor is not None and any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
+            tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])  # type: ignore[attr-defined]
+        found.append(tensor if tensor is None or not tensor.requires_grad else _InOwnLayout.apply(tensor))
+    return found
+
+
+class _InOwnLayout(torch.autograd.Function):
+    """The tensor itself; its gradient is redistributed to where the tensor lies: partial sums are reduced."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.placements = tensor.placements
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.redistribute(placements=ctx.placements)
+
+
+# --- the rules of the operators -----------------------------------------------------------------------------------------------------
+def _local(tensor: Tensor | None, layout: Layout, step: Sequence[int]) -> Tensor | None:
+    """The part of an operand that this rank's kernel reads."""
+    if tensor is None or not is_dtensor(tensor):
+        return tensor
+    return tensor.redistribute(placements=layout.placements(tensor.shape, step)).to_local()  # type: ignore[attr-defined]
+
+
+def _local_step(layout: Layout, step: Sequence[int], operands: Sequence[tuple[Tensor, int]], locals_: Tensors) -> list[int]:
+    """The step shape of this rank's part; where it is not sharded, as it is."""
+    sizes = list(step)
+    for d in {d for d in layout.dims if d is not None}:
+        sizes[d] = next(
+            part.shape[d]
+            for (tensor, leading), part in zip(operands, locals_, strict=True)
+            if part is not None and tensor.dim() - leading + d >= 0 and tensor.shape[d] == step[d]
+        )
+    return sizes
+
+
+def _whole(part: Tensor, layout: Layout, step: Sequence[int]) -> Tensor:
+    """A result, which has the step shape in its last dims, from this rank's part."""
+    from torch.distributed.tensor import DTensor
+
+    shape = (*part.shape[: part.dim() - len(step)], *step)
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, layout.mesh, layout.placements(shape, step), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+    )
+
+
+def _sharded(
+    groups: Sequence[Sequence[tuple[Tensor | None, int]]], step: Sequence[int], call: Callable[[list[list[Any]], list[int]], list[Tensor]]
+) -> list[Tensor]:
+    """Redistribute, run on the local parts, wrap.
+
+    Args:
+        groups: operands, each with the number of its dims in front of the step's.
+    """
+    flat = [(t, n) for group in groups for t, n in group if t is not None and is_dtensor(t)]
+    layout = layout_of(flat, step)
+    parts = [[_local(t, layout, step) for t, _ in group] for group in groups]
+    flat_parts = [p for group, part in zip(groups, parts, strict=True) for (t, _), p in zip(group, part, strict=True) if is_dtensor(t)]
+    return [_whole(t, layout, step) for t in call(parts, _local_step(layout, step, flat, flat_parts))]
+
+
+def _rows(tensors: Tensors) -> list[tuple[Tensor | None, int]]:
+    return [(t, 0) for t in tensors]
+
+
+def _sequences(tensors: Tensors) -> list[tuple[Tensor | None, int]]:
+    return [(t, 1) for t in tensors]
+
+
+def _forward_rule(cls, func, types, args, kwargs) -> list[Tensor]:
+    program, inputs, states, params, step, *flags = args
+    groups = [_sequences(inputs), _rows(states), _rows(params)]
+    return _sharded(groups, step, lambda parts, local: func(program, *parts, local, *flags))
+
+
+def _backward_rule(cls, func, types, args, kwargs) -> list[Tensor]:
+    program, inputs, states, params, checkpoints, cotangents, given, wanted, step = args
+    grads = [(t, 0 if role[:2] == "gv" else 1) for t, role in zip(cotangents, given, strict=True)]
+    groups = [_sequences(inputs), _rows(states), _rows(params), _sequences(checkpoints), grads]
+    return _sharded(groups, step, lambda parts, local: func(program, *parts, given, wanted, local))
+
+
+def _carry_rule(cls, func, types, args, kwargs) -> Tensor:
+    return args[0].clone()
+
+
+RULES: dict[str, Callable] = {"forward": _forward_rule, "backward": _backward_rule, "carry": _carry_rule}  # `doors.py` adds "scan"
+
+
+@functools.cache
+def ready() -> None:
+    """Register the rules, once."""
+    from torch.distributed.tensor import DTensor
+
+    for name, rule in RULES.items():
+        torch.library.register_torch_dispatch(f"flexsn::{name}", DTensor, rule, lib=LIBRARY)
+
+
+# --- parallelize_module -------------------------------------------------------------------------------------------------------------
+def neuron_parallel(layout: Placement | None = None) -> Any:
+    """A `ParallelStyle` of `parallelize_module` for a `FlexSN` between sharded layers: its params become replicas on the mesh.
+
+    Inputs and outputs are this rank's parts as plain tensors, as `ColwiseParallel` gives and `RowwiseParallel` takes them; inside
+    they are DTensors, so the gradients of params are reduced over the mesh. States are carried as DTensors.
+
+    Args:
+        layout: how the inputs lie on the mesh, by default `Shard(-1)` (the last dim, channels); `Shard(0)` is time and refused.
+    """
+    from torch.distributed.tensor import DTensor, Shard, distribute_module
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    lies = Shard(-1) if layout is None else layout
+
+    class NeuronParallel(ParallelStyle):
+        def _apply(self, module, device_mesh):
+            def inside(module, inputs, mesh):
+                return tuple(x if is_dtensor(x) else DTensor.from_local(x, mesh, [_from_front(lies, x)], run_check=False) for x in inputs)
+
+            def outside(module, outputs, mesh):
+                parts = tuple(y.to_local() for y in ((outputs,) if isinstance(outputs, Tensor) else outputs))
+                return parts[0] if isinstance(outputs, Tensor) else parts
+
+            return distribute_module(module, device_mesh, None, inside, outside)
+
+    return NeuronParallel()
+
+
+def _from_front(layout: Placement, tensor: Tensor) -> Placement:
+    """`Shard(-1)` as `Shard(tensor.dim() - 1)`."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(layout.dim % tensor.dim()) if isinstance(layout, Shard) else layout

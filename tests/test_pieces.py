@@ -1,0 +1,239 @@
+"""Sequences in pieces: values and gradients of the whole sequence, memory of a piece."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import flexsn
+from flexsn import surrogate
+from flexsn.errors import OperandTypeError, PiecesError, SequenceLengthError
+
+N = 32
+LENGTHS = [5, 1, 16, 17, 3]
+DECAY = nn.Parameter(torch.tensor(0.6, dtype=torch.float64))
+
+
+def core(x, z, v, a, w):
+    h = v * DECAY + x * w + z
+    s = surrogate.atan(h - 1.0 - a)
+    return s, h, h * (1.0 - s), a * 0.9 + s
+
+
+def operands():
+    x, z = torch.randn(2, sum(LENGTHS), N, dtype=torch.float64)
+    v, a, w = torch.randn(3, N, dtype=torch.float64)
+    return [t.clone().requires_grad_() for t in (x, z, v, a, w)]
+
+
+def whole():
+    x, z, v, a, w = leaves = operands()
+    result = flexsn.scan(core, (x, z), (v, a), (w,), strict=True)
+    return leaves, result, torch.autograd.grad(loss(*result.outputs) + result.states[0].sum(), [*leaves, DECAY])
+
+
+def loss(s, h):
+    return (s * torch.arange(1.0, N + 1, dtype=s.dtype)).sum() + h.square().sum()
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_values_and_gradients():
+    leaves, want, want_grads = whole()
+    x, z, v, a, w = leaves
+    got = flexsn.scan(core, (x.split(LENGTHS), list(z.split(LENGTHS))), (v, a), (w,), strict=True)
+    assert [[len(p) for p in y] for y in got.outputs] == [LENGTHS, LENGTHS]
+    for y, pieces in zip(want.outputs, got.outputs, strict=True):
+        assert torch.equal(torch.cat(pieces), y)
+    assert all(torch.equal(p, q) for p, q in zip(got.states, want.states, strict=True))
+    grads = torch.autograd.grad(loss(*map(torch.cat, got.outputs)) + got.states[0].sum(), [*leaves, DECAY])
+    close(grads, want_grads)
+
+
+def test_reduced():
+    leaves, want, want_grads = whole()
+    x, z, v, a, w = leaves
+    seen = []
+
+    def part(k, s, h):
+        seen.append((k, len(s)))
+        return loss(s, h), s.detach().sum()
+
+    (total, spikes), (last, _) = flexsn.scan(core, (x.split(LENGTHS), z.split(LENGTHS)), (v, a), (w,), strict=True, reduce=part)
+    close(spikes, want.outputs[0].sum())
+    assert seen == list(enumerate(LENGTHS))
+    close(torch.autograd.grad(total + last.sum(), [*leaves, DECAY]), want_grads)
+    assert seen[len(LENGTHS) :] == list(enumerate(LENGTHS))[::-1], "the backward runs every piece once more, from the last"
+
+
+def test_state_sequences():
+    leaves, _, _ = whole()
+    x, z, v, a, w = leaves
+    want = flexsn.scan(core, (x, z), (v, a), (w,), store_state_seqs=True)
+    got = flexsn.scan(core, (x.split(LENGTHS), z.split(LENGTHS)), (v, a), (w,), store_state_seqs=True)
+    for pieces, trail in zip(got.states, want.states, strict=True):
+        assert torch.equal(torch.cat(pieces), trail)
+    close(torch.autograd.grad(torch.cat(got.states[0]).sum(), leaves), torch.autograd.grad(want.states[0].sum(), leaves))
+
+
+def lif(x, v):
+    h = v + (x - v) / 2.0
+    s = surrogate.atan(h - 1.0)
+    return s, h * (1.0 - s)
+
+
+class Encoded(Dataset):
+    """Pieces made when they are read, by layers that learn."""
+
+    def __init__(self, pieces, encoder):
+        self.pieces, self.encoder, self.reads = pieces, encoder, []
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def __getitem__(self, k):
+        self.reads.append(k)
+        return self.encoder(self.pieces[k])
+
+
+def test_dataset_of_encoded_pieces():
+    encoder, head, x = nn.Linear(6, N), nn.Linear(N, 3), 3.0 * torch.randn(20, 4, 6)
+    y = head(flexsn.scan(lif, (encoder(x),), (None,)).outputs[0]).square().sum()
+    params = [*encoder.parameters(), *head.parameters()]
+    want = torch.autograd.grad(y, params)
+    data = Encoded(x.split(6), encoder)
+    (total,), _ = flexsn.scan(lif, (data,), (None,), reduce=lambda k, s: head(s).square().sum())
+    torch.testing.assert_close(total, y)
+    torch.testing.assert_close(torch.autograd.grad(total, params), want, rtol=1e-4, atol=1e-4)
+    assert data.reads == [0, 1, 2, 3, 3, 2, 1, 0]
+
+
+def test_only_states_at_borders_are_kept():
+    """Bytes that autograd saves between forward and backward."""
+    saved = []
+
+    def pack(t):
+        saved.append(t.numel() * t.element_size())
+        return t
+
+    w = torch.ones(N, requires_grad=True)
+    pieces = torch.randn(64, N).split(8)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        flexsn.scan(lambda x, v, w: (v * w + x, v * w + x), (torch.cat(pieces),), (None,), (w,))
+    assert sum(saved) >= 64 * N * 4, "the test would see nothing"
+    saved.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        flexsn.scan(lambda x, v, w: (v * w + x, v * w + x), (pieces,), (None,), (w,), reduce=lambda k, y: y.sum())
+    assert sum(saved) == 7 * N * 4, saved
+
+
+def test_iterators():
+    x = torch.randn(12, N)
+    want = flexsn.scan(lif, (x,), (None,))
+    got = flexsn.scan(lif, (iter(x.split(5)),), (None,))  # nothing requires grad
+    assert torch.equal(torch.cat(got.outputs[0]), want.outputs[0]) and torch.equal(got.states[0], want.states[0])
+    x.requires_grad_()
+    with pytest.raises(PiecesError, match="iterator of pieces, but the backward has to read them again"):
+        flexsn.scan(lif, (iter(x.split(5)),), (None,))
+    with torch.no_grad():
+        got = flexsn.scan(lif, ((piece for piece in x.split(5)),), (None,))
+    assert torch.equal(torch.cat(got.outputs[0]), want.outputs[0])
+
+
+def test_refused():
+    x, v = torch.randn(6, N), lambda x, z, v: (x + z + v, v)
+    two = x.split(3)
+    with pytest.raises(PiecesError, match=r"input `z` is Tensor while another input is in pieces"):
+        flexsn.scan(v, (two, x), (None,))
+    with pytest.raises(PiecesError, match=r"`x` has 2, `z` has 3"):
+        flexsn.scan(v, (two, x.split(2)), (None,))
+    with pytest.raises(SequenceLengthError, match=r"`x` has T = 3, `z` has T = 4"):
+        flexsn.scan(v, (two, x.split(4)), (None,))
+    with pytest.raises(PiecesError, match="it ends before piece 2"):
+        flexsn.scan(v, (iter(two), iter([*two, *two])), (None,))
+    with pytest.raises(PiecesError, match="it ends before piece 2"):
+        flexsn.scan(v, (iter(two), [*two, *two]), (None,))
+    for empty in ([], iter([])):
+        with pytest.raises(PiecesError, match="there are no pieces"):
+            flexsn.scan(lif, (empty,), (None,))
+    with pytest.raises(PiecesError, match="piece 1 of input `x` is list, not a tensor"):
+        flexsn.scan(lif, ([x, [1.0]],), (None,))
+    with pytest.raises(PiecesError, match="no input is in pieces"):
+        flexsn.scan(lif, (x,), (None,), reduce=lambda k, s: s.sum())
+    with pytest.raises(OperandTypeError, match="must be a tensor, not ndarray"):
+        flexsn.scan(lif, (x.numpy(),), (None,))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own, at a graph break
+def test_compiled_caller_breaks_its_graph():
+    x = torch.randn(12, N, requires_grad=True)
+
+    def total(x):
+        return flexsn.scan(lif, ((2 * x).split(5),), (None,), reduce=lambda k, s: s.sum()).outputs[0] * 3
+
+    want = torch.autograd.grad(total(x), x)
+    got = total(x), torch.compile(total, backend="aot_eager")(x)
+    assert torch.equal(*got)
+    torch.testing.assert_close(torch.autograd.grad(got[1], x), want)
+
+
+MEMORY = """
+import sys, threading, time, torch, flexsn
+from flexsn import surrogate
+
+def resident():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def lif(x, v, w):
+    h = v + (x - v) * w.sigmoid()
+    s = surrogate.atan(h - 1.0)
+    return s, h * (1.0 - s)
+
+path, T, N, whole = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "whole"
+x = torch.from_file(path, size=T * N, dtype=torch.float32).view(T, N)
+w = torch.zeros(N, requires_grad=True)
+def step(x):
+    if whole:
+        return flexsn.scan(lif, (x,), (None,), (w,), strict=True).outputs[0].square().mean()
+    return flexsn.scan(lif, (x.split(len(x) // 64),), (None,), (w,), strict=True, reduce=lambda k, s: s.square().sum()).outputs[0] / x.numel()
+step(x[:64]).backward()
+before, peak, done = resident(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, resident())
+        time.sleep(0.001)
+thread = threading.Thread(target=watch)
+thread.start()
+w.grad = None
+loss = step(x)
+loss.backward()
+done = True
+thread.join()
+print(peak - before, loss.item(), w.grad.norm().item())
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory(tmp_path):
+    """A step on a sequence of 128 MiB on disk, in 64 pieces: a few pieces of memory; whole: more than the sequence."""
+    T, size = 2048, 16_384
+    torch.manual_seed(0)
+    path = tmp_path / "sequence.bin"
+    (2.0 * torch.randn(T * size)).numpy().tofile(path)
+    found = {}
+    for how in ("whole", "pieces"):
+        command, freed = [sys.executable, "-c", MEMORY, str(path), str(T), str(size), how], {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **freed})  # free gives back at once
+        assert done.returncode == 0, done.stderr
+        found[how] = [float(number) for number in done.stdout.split()]
+    sequence = 4 * T * size
+    assert found["whole"][0] > sequence, "the test would see nothing"
+    assert found["pieces"][0] < sequence / 5, f"{found['pieces'][0] / sequence:.2f} of the sequence"
+    torch.testing.assert_close(torch.tensor(found["pieces"][1:]), torch.tensor(found["whole"][1:]), rtol=1e-4, atol=0.0)

@@ -1,0 +1,315 @@
+"""DTensors as operands: what lies where, what is communicated, what is refused.
+
+Checks are the functions named `check_*`; they run in several processes at once (`ranks.py`), on GPUs too.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import launch
+from test_distributed_data import PLIF, capturing, full
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flexsn
+from flexsn import surrogate
+from flexsn.errors import FallbackWarning, ShardingError
+from flexsn.sharding import neuron_parallel
+
+T, SHAPE = 9, (4, 8, 6)  # batch, channels, space: the last is not divisible by four
+
+
+def plif(x, v, w):
+    h = v + (x - v) * w.sigmoid()
+    s = surrogate.atan(h - 0.5)
+    return s, h, h * (1.0 - s)
+
+
+def device():
+    return torch.get_default_device().type
+
+
+def random(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def close(got, want):
+    torch.testing.assert_close(full(got), want, rtol=1e-10, atol=1e-10)
+
+
+def compare(mesh, x_lies, v_lies, w, w_lies, core=plif):
+    """Outputs, final states and gradients of a sharded call are those of the whole one, and lie as they should."""
+    torch.manual_seed(3)
+    x, v = random(T, *SHAPE) * 2.0, None if v_lies is None else random(*SHAPE)
+    w = w.detach()
+    operands = [t.clone().requires_grad_() for t in (x, v, w) if t is not None]
+    spread = [distribute_tensor(t, mesh, lies).requires_grad_() for t, lies in ((x, x_lies), (v, v_lies), (w, w_lies)) if t is not None]
+    results = []
+    for x, *v, w in (operands, spread):
+        done = flexsn.scan(core, (x,), v or (None,), (w,), strict=True)
+        cotangents = [
+            torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator(device()).manual_seed(k)) for k, y in enumerate(done.outputs)
+        ]
+        if isinstance(x, DTensor):
+            cotangents = [distribute_tensor(g, mesh, x_lies) for g in cotangents]
+            assert all(y.placements == tuple(x_lies) for y in (*done.outputs,)), [y.placements for y in done.outputs]
+        results.append(([*done.outputs, *done.states], torch.autograd.grad(done.outputs, [x, *v, w], cotangents)))
+    (values, grads), (spread_values, spread_grads) = results
+    assert all(g.abs().sum() > 0 for g in grads)
+    for got, want in zip(spread_values, values, strict=True):
+        assert got.shape == want.shape
+        close(got, want)
+    for got, want, operand in zip(spread_grads, grads, spread, strict=True):
+        assert got.placements == operand.placements
+        close(got, want)
+
+
+PARAMS = {"number": (), "channel": (8, 1), "neuron": SHAPE, "batch": (4, 1, 1)}
+
+
+def check_any_step_dim(rank, world):
+    mesh = init_device_mesh(device(), (world,))
+    for shape in PARAMS.values():
+        w = random(*shape)
+        for dim in (1, 2, 3):
+            compare(mesh, [Shard(dim)], None, w, [Replicate()])
+            compare(mesh, [Shard(dim)], [Shard(dim - 1)], w, [Replicate()])
+        compare(mesh, [Shard(1)], [Replicate()], w, [Replicate()])  # the state follows
+        compare(mesh, [Replicate()], [Replicate()], w, [Replicate()])
+    for shape, dim in (((8, 1), 0), (SHAPE, 0), (SHAPE, 1)):  # sharded params: along the input's dim or another
+        for x_dim in (1, 2):
+            compare(mesh, [Shard(x_dim)], None, random(*shape), [Shard(dim)])
+
+
+def check_no_communication(rank, world):
+    """Forward none; backward only the sum of each replicated param's gradient."""
+    mesh = init_device_mesh(device(), (world,))
+    for dim in (1, 2, 3):
+        x = distribute_tensor(random(T, *SHAPE), mesh, [Shard(dim)]).requires_grad_()
+        w = distribute_tensor(random(), mesh, [Replicate()]).requires_grad_()
+        with CommDebugMode() as seen:
+            y = flexsn.scan(plif, (x,), (None,), (w,), strict=True).outputs[0]
+        assert seen.get_total_counts() == 0, seen.get_comm_counts()
+        with CommDebugMode() as seen:
+            y.backward(torch.ones_like(y))
+        assert seen.get_total_counts() == 1 and w.grad.placements == (Replicate(),), seen.get_comm_counts()
+        local = w.grad.to_local()
+        parts = [torch.empty_like(local) for _ in range(world)]
+        dist.all_gather(parts, local)
+        assert all(torch.equal(p, local) for p in parts)
+
+
+def check_missing_reduction_is_seen(rank, world):
+    """Were the gradient of `w` left as each rank's own sum, `compare` would fail."""
+    from flexsn import sharding
+
+    mesh, whole = init_device_mesh(device(), (world,)), sharding._InOwnLayout.backward
+    local = lambda ctx, grad: DTensor.from_local(
+        grad.to_local(), mesh, ctx.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+    )
+    sharding._InOwnLayout.backward = staticmethod(local)
+    try:
+        with pytest.raises(AssertionError, match="not close"):
+            compare(mesh, [Shard(1)], None, random(8, 1), [Replicate()])
+    finally:
+        sharding._InOwnLayout.backward = staticmethod(whole)
+
+
+def check_refused(rank, world):
+    mesh = init_device_mesh(device(), (world,))
+    x, w = random(8, *SHAPE), random()
+    with pytest.raises(ShardingError, match=r"input `x` is sharded in time \(dim 0 of \[8, 4, 8, 6\]\)") as caught:
+        flexsn.scan(plif, (distribute_tensor(x, mesh, [Shard(0)]),), (None,), (w,))
+    assert "Shard(1)" in str(caught.value) and "plif" in str(caught.value)
+    with pytest.raises(ShardingError, match=r"`x` is a plain tensor while others of this call are DTensors"):
+        flexsn.scan(plif, (x,), (None,), (distribute_tensor(w, mesh, [Replicate()]),))
+    with pytest.raises(ShardingError, match=r"`v` is a plain tensor"):
+        flexsn.scan(plif, (distribute_tensor(x, mesh, [Shard(1)]),), (x[0],), (w,))
+    other = init_device_mesh(device(), (1, world))
+    with pytest.raises(ShardingError, match="different meshes"):
+        flexsn.scan(plif, (distribute_tensor(x, mesh, [Shard(1)]),), (None,), (distribute_tensor(w, other, [Replicate()] * 2),))
+
+
+def check_partial_and_mixed(rank, world):
+    """Partial sums are reduced first; an operand that lies otherwise follows the first; plain params are replicas."""
+    mesh = init_device_mesh(device(), (world,))
+
+    def both(x, z, v, w):
+        h = v * w + x * z
+        return h.tanh(), h
+
+    torch.manual_seed(5)
+    x, z, w = random(T, *SHAPE), random(T, *SHAPE), random(8, 1)
+    leaves = [t.clone().requires_grad_() for t in (x, z, w)]
+    y = flexsn.scan(both, leaves[:2], (None,), leaves[2:], strict=True).outputs[0]
+    want = torch.autograd.grad(y.square().sum(), leaves)
+    spread = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_(), distribute_tensor(z, mesh, [Shard(3)]).requires_grad_()]
+    plain = w.clone().requires_grad_()
+    y = flexsn.scan(both, spread, (None,), (plain,), strict=True).outputs[0]
+    assert y.placements == (Shard(2),)
+    got = torch.autograd.grad(y.square().sum().full_tensor(), [*spread, plain])
+    assert [g.placements for g in got[:2]] == [(Shard(2),), (Shard(3),)]
+    for g, expected in zip(got, want, strict=True):
+        close(g, expected)
+    halves = DTensor.from_local(x / world, mesh, [Partial()], run_check=False).requires_grad_()
+    y = flexsn.scan(both, (halves, spread[1]), (None,), (plain,), strict=True).outputs[0]
+    got = torch.autograd.grad(y.square().sum().full_tensor(), [halves, plain])
+    close(got[0], want[0])
+    close(got[1], want[2])
+
+
+def check_two_mesh_dims(rank, world):
+    """Batch over one dim of the mesh, channels over the other."""
+    mesh = init_device_mesh(device(), (2, world // 2), mesh_dim_names=("data", "model"))
+    for shape in PARAMS.values():
+        compare(mesh, [Shard(1), Shard(2)], None, random(*shape), [Replicate(), Replicate()])
+        compare(mesh, [Shard(1), Replicate()], [Shard(0), Replicate()], random(*shape), [Replicate(), Replicate()])
+        compare(mesh, [Shard(3), Shard(1)], [Shard(2), Replicate()], random(*shape), [Replicate(), Replicate()])
+    compare(mesh, [Shard(1), Shard(2)], None, random(8, 1), [Replicate(), Shard(0)])
+
+
+def check_captured(rank, world):
+    """Modules whose captured params are DTensors; states are carried as DTensors."""
+    mesh = init_device_mesh(device(), (world,))
+    for make, name in (
+        (lambda: flexsn.FlexSN(PLIF(8), num_states=1, strict=True), "core.w"),
+        (lambda: flexsn.FlexSN(capturing(8), 1, 1, strict=True), "captured.decay"),
+    ):
+        torch.manual_seed(1)
+        x = random(T, 4, 8)
+        alone, layer = make().double(), distribute_module(make().double(), mesh)
+        for dim in (1, 2):
+            alone.zero_grad(), layer.zero_grad(), alone.reset(), layer.reset()
+            spread = distribute_tensor(x, mesh, [Shard(dim)])
+            for piece, part in ((x[:4], spread[:4]), (x[4:], spread[4:])):
+                want, got = alone(piece), layer(part)
+                close(got, want)
+            assert isinstance(layer.states[0], DTensor)
+            want.square().sum().backward(), got.square().sum().backward()
+            grad = dict(layer.named_parameters())[name].grad
+            assert grad.placements == (Replicate(),)
+            close(grad, dict(alone.named_parameters())[name].grad)
+
+
+def check_falls_back(rank, world):
+    """A core that no kernel can express runs eagerly on DTensors, across the mesh."""
+    mesh = init_device_mesh(device(), (world,))
+
+    def mixing(x, v):
+        h = v + x - x.mean()
+        return h, h
+
+    x = random(T, 4, 8)
+    with pytest.warns(FallbackWarning):
+        want = flexsn.scan(mixing, (x,), (torch.zeros(4, 8, dtype=x.dtype),)).outputs[0]
+    spread = distribute_tensor(x, mesh, [Shard(1)])
+    close(flexsn.scan(mixing, (spread,), (distribute_tensor(torch.zeros(4, 8, dtype=x.dtype), mesh, [Shard(0)]),)).outputs[0], want)
+
+
+# --- parallelize_module -----------------------------------------------------------------------------------------------------------------
+def neuron(channels):
+    return flexsn.FlexSN(PLIF(channels), num_states=1, strict=True)
+
+
+def mlp():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), neuron(16), nn.Linear(16, 5)).double()
+    with torch.no_grad():
+        net[0].weight *= 3.0
+    return net
+
+
+def same_after_backward(alone, net, x):
+    """One step on the same batch: outputs and every gradient."""
+    for call in (alone, net):
+        flexsn.reset_net(call)
+    want, got = alone(x), net(x)
+    close(got, want)
+    want.square().sum().backward(), full(got).square().sum().backward()
+    whole = dict(alone.named_parameters())
+    for name, param in net.named_parameters():
+        assert whole[name].grad.abs().sum() > 0
+        close(param.grad, whole[name].grad)
+
+
+def check_parallel_mlp(rank, world):
+    mesh, net = init_device_mesh(device(), (world,)), mlp()
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": neuron_parallel(), "2": RowwiseParallel()})
+    x = random(T, 4, 6)
+    dist.broadcast(x, 0)
+    same_after_backward(mlp(), net, x)
+    assert net[1].states[0].placements == (Shard(1),) and net[0].weight.placements == (Shard(0),)
+
+
+class Block(nn.Module):
+    """Spiking attention and a spiking MLP on `[T, B, tokens, channels]`, heads apart."""
+
+    def __init__(self, channels=16, heads=4):
+        super().__init__()
+        self.size = channels // heads
+        self.q, self.k, self.v, self.out = (nn.Linear(channels, channels, bias=False) for _ in range(4))
+        self.q_neuron, self.k_neuron, self.v_neuron = (neuron(channels) for _ in range(3))
+        self.up, self.neuron, self.down = nn.Linear(channels, 4 * channels), neuron(4 * channels), nn.Linear(4 * channels, channels)
+
+    def heads(self, x):
+        return x.unflatten(-1, (-1, self.size)).transpose(-2, -3)
+
+    def forward(self, x):
+        q, k, v = (self.heads(n(f(x))) for f, n in ((self.q, self.q_neuron), (self.k, self.k_neuron), (self.v, self.v_neuron)))
+        x = x + self.out((q @ k.transpose(-1, -2) @ v * 0.1).transpose(-2, -3).flatten(-2))
+        return x + self.down(self.neuron(self.up(x)))
+
+
+def block():
+    torch.manual_seed(0)
+    net = Block().double()
+    with torch.no_grad():
+        for linear in (net.q, net.k, net.v, net.up):
+            linear.weight *= 3.0
+    return net
+
+
+def check_parallel_transformer(rank, world):
+    mesh, net = init_device_mesh(device(), (world,)), block()
+    plan = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel()) | dict.fromkeys(("out", "down"), RowwiseParallel())
+    plan |= dict.fromkeys(("q_neuron", "k_neuron", "v_neuron", "neuron"), neuron_parallel())
+    parallelize_module(net, mesh, plan)
+    x = random(T, 2, 3, 16)
+    dist.broadcast(x, 0)
+    same_after_backward(block(), net, x)
+
+
+def check_compiled(rank, world):
+    """Parallel layers under torch.compile."""
+    mesh, net = init_device_mesh(device(), (world,)), mlp()
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": neuron_parallel(), "2": RowwiseParallel()})
+    x = random(T, 4, 6)
+    dist.broadcast(x, 0)
+    alone, call = mlp(), torch.compile(net, backend="aot_eager")
+    want, got = alone(x), call(x)
+    close(got, want)
+    want.square().sum().backward(), got.square().sum().backward()
+    for (name, p), q in zip(net.named_parameters(), alone.parameters(), strict=True):
+        assert name
+        close(p.grad, q.grad)
+
+
+SLOW = ["check_compiled"]
+CHECKS = [n for n in list(globals()) if n.startswith("check_") and n not in SLOW]
+
+
+def test_two_processes(tmp_path):
+    launch(__file__, 2, CHECKS, tmp_path)
+
+
+@pytest.mark.slow
+def test_four_processes(tmp_path):
+    launch(__file__, 4, ["check_any_step_dim", "check_two_mesh_dims", "check_parallel_mlp", "check_parallel_transformer"], tmp_path)
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path):
+    launch(__file__, 2, SLOW, tmp_path)
