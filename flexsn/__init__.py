@@ -2,30 +2,28 @@
 
 from typing import TYPE_CHECKING
 
-from . import errors, plot, surrogate
+from . import errors, neurons, plot, surrogate
 from ._version import __version__
 from .decomposed import decompose
 from .module import FlexSN, detach_states, reset_net
 from .monitor import monitor
+from .neurons import (
+    IF,
+    LIF,
+    CubaLI,
+    CubaLIF,
+    LeakyIntegrator,
+    Synaptic,
+)
 from .scan import ScanResult, scan
 
 if TYPE_CHECKING:
     from .report import explain
 
 __all__ = [
-    "FlexSN",
-    "ScanResult",
-    "__version__",
-    "decompose",
-    "detach_states",
-    "errors",
-    "explain",
-    "monitor",
-    "plot",
-    "reset_net",
-    "scan",
-    "surrogate",
-]
+    "IF", "LIF", "CubaLI", "CubaLIF", "FlexSN", "LeakyIntegrator", "ScanResult", "Synaptic", "__version__", "decompose", "detach_states",
+    "errors", "explain", "monitor", "neurons", "plot", "reset_net", "scan", "surrogate",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
