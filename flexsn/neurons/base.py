@@ -164,4 +164,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = "learned" if isinstance(value, nn.Parameter) else "tensor"
         return f"{value.item():.4g} ({kind})" if value.dim() == 0 else f"{list(value.shape)} ({kind})"
+    if isinstance(value, functools.partial):
+        return f"{_shown(value.func)}({', '.join(f'{n}={_shown(v)}' for n, v in value.keywords.items())})"
     return getattr(value, "__name__", None) or repr(value)
