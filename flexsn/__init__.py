@@ -8,12 +8,25 @@ from .decomposed import decompose
 from .module import FlexSN, detach_states, reset_net
 from .monitor import monitor
 from .neurons import (
+    ALIF,
     IF,
+    KLIF,
     LIF,
+    AdEx,
+    AdLIF,
     CubaLI,
     CubaLIF,
+    ExponentialIF,
+    GatedLIF,
+    HodgkinHuxley,
+    Izhikevich,
     LeakyIntegrator,
+    ParametricLIF,
+    QuadraticIF,
+    RefractoryLIF,
+    ResonateAndFire,
     Synaptic,
+    TwoCompartmentLIF,
 )
 from .scan import ScanResult, scan
 
@@ -21,8 +34,10 @@ if TYPE_CHECKING:
     from .report import explain
 
 __all__ = [
-    "IF", "LIF", "CubaLI", "CubaLIF", "FlexSN", "LeakyIntegrator", "ScanResult", "Synaptic", "__version__", "decompose", "detach_states",
-    "errors", "explain", "monitor", "neurons", "plot", "reset_net", "scan", "surrogate",
+    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
+    "Izhikevich", "LeakyIntegrator", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult", "Synaptic",
+    "TwoCompartmentLIF", "__version__", "decompose", "detach_states", "errors", "explain", "monitor", "neurons", "plot", "reset_net",
+    "scan", "surrogate",
 ]  # fmt: skip
 
 

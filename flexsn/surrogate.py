@@ -299,8 +299,8 @@ straight_through_estimator = deterministic_pass = straight_through
 
 @_surrogate
 def multi_level_spike_count(x: Tensor, max_spike_count: int = 1, grad_window: tuple[float, float] | None = None) -> Tensor:
-    """Several spikes in a step: `x` rounded to the nearest integer from 0 to `max_spike_count` (halves to the even one, so `max_spike_count=1`
-    spikes where `x > 0.5`); gradient 1 within `grad_window`, by default `[0, max_spike_count]`, else 0."""
+    """Several spikes in a step: `x` rounded to the nearest integer from 0 to `max_spike_count` (halves to the even one, so
+    `max_spike_count=1` spikes where `x > 0.5`); gradient 1 within `grad_window`, by default `[0, max_spike_count]`, else 0."""
     if max_spike_count < 1:
         raise ValueError(f"multi_level_spike_count needs max_spike_count >= 1, not {max_spike_count}")
     low, high = (0.0, float(max_spike_count)) if grad_window is None else grad_window

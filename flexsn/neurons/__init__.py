@@ -1,22 +1,37 @@
 """The zoo: neurons as pure one-step functions, and each as a module. docs/neurons.md lists equations and arguments."""
 
+from .adaptive import ALIF, AdLIF, adlif, alif
 from .base import Neuron
-from .integrate import IF, LIF, LeakyIntegrator, integrate_and_fire, leaky_integrator, lif
+from .compartments import TwoCompartmentLIF, two_compartment_lif
+from .exponential import AdEx, ExponentialIF, Izhikevich, QuadraticIF, adex, exponential_if, izhikevich, quadratic_if
+from .hodgkin_huxley import HodgkinHuxley, hodgkin_huxley
+from .integrate import (
+    IF,
+    KLIF,
+    LIF,
+    GatedLIF,
+    LeakyIntegrator,
+    ParametricLIF,
+    gated_lif,
+    integrate_and_fire,
+    klif,
+    leaky_integrator,
+    lif,
+    parametric_lif,
+)
+from .refractory import RefractoryLIF, refractory_lif
 from .reset import reset
+from .resonate import ResonateAndFire, resonate_and_fire
 from .synaptic import CubaLI, CubaLIF, Synaptic, cuba_li, cuba_lif
 
+CORES = (
+    integrate_and_fire, lif, parametric_lif, leaky_integrator, klif, gated_lif, cuba_lif, cuba_li, alif, adlif, quadratic_if, exponential_if,
+    adex, izhikevich, resonate_and_fire, refractory_lif, two_compartment_lif, hodgkin_huxley,
+)  # fmt: skip
+
 __all__ = [
-    "IF",
-    "LIF",
-    "CubaLI",
-    "CubaLIF",
-    "LeakyIntegrator",
-    "Neuron",
-    "Synaptic",
-    "cuba_li",
-    "cuba_lif",
-    "integrate_and_fire",
-    "leaky_integrator",
-    "lif",
-    "reset",
-]
+    "ALIF", "CORES", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "GatedLIF", "HodgkinHuxley", "Izhikevich",
+    "LeakyIntegrator", "Neuron", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "Synaptic", "TwoCompartmentLIF", "adex",
+    "adlif", "alif", "cuba_li", "cuba_lif", "exponential_if", "gated_lif", "hodgkin_huxley", "integrate_and_fire", "izhikevich", "klif",
+    "leaky_integrator", "lif", "parametric_lif", "quadratic_if", "refractory_lif", "reset", "resonate_and_fire", "two_compartment_lif",
+]  # fmt: skip

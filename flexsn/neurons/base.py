@@ -34,19 +34,25 @@ class Neuron(FlexSN):
     """
 
     step: ClassVar[Callable[..., Any]]
-    start: ClassVar[tuple[str | float, ...]] = ()
+    start: ClassVar[tuple[str | float | Callable[..., Any], ...]] = ()
+    always: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[dict[str, Any]] = {}
 
-    def __init_subclass__(cls, core: Callable[..., Any] | None = None, start: Sequence[str | float] = (), **kwargs: Any) -> None:
-        """`start`: for each state the name of the argument that it starts from, or a number."""
+    def __init_subclass__(
+        cls, core: Callable[..., Any] | None = None, start: Sequence[str | float | Callable[..., Any]] = (), always: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """`start`: for each state the name of the argument that it starts from, a number, or a function of the neuron;
+        `always`: what is learned in any case."""
         super().__init_subclass__(**kwargs)
         if core is None:
             return
-        cls.step, cls.start = staticmethod(core), tuple(start)
+        cls.step, cls.start, cls.always = staticmethod(core), tuple(start), tuple(always)
         given = [p for p in inspect.signature(core).parameters.values() if p.default is not p.empty]
         cls.defaults = {p.name: p.default for p in given}
         options = [p for p in inspect.signature(Neuron.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        cls.__signature__ = inspect.Signature([*given, *options])  # type: ignore[attr-defined]  # what `inspect` asks for
+        if "__init__" not in vars(cls):
+            cls.__signature__ = inspect.Signature([*given, *options])  # type: ignore[attr-defined]  # what `inspect` asks for
         for name in cls.defaults:
             setattr(cls, name, property(functools.partial(_get, name=name), functools.partial(_set, name=name)))
 
@@ -57,7 +63,7 @@ class Neuron(FlexSN):
     ):  # fmt: skip
         cls = type(self)
         values = self._arguments(args, kwargs)
-        learned = {*learn, *(n for n in values if learn_tau and n.startswith("tau"))}
+        learned = {*learn, *cls.always, *(n for n in values if learn_tau and n.startswith("tau"))}
         if unknown := learned - values.keys():
             raise ValueError(f"{cls.__name__} cannot learn {sorted(unknown)}; its arguments are {', '.join(values)}")
         values = {n: _value(f"{cls.__name__}: {n}", v, n in learned, per_channel) for n, v in values.items()}
@@ -102,7 +108,7 @@ class Neuron(FlexSN):
     def start_states(self, *inputs: Tensor) -> list[Tensor | None]:
         if self.initial_states is not None:
             return super().start_states(*inputs)
-        values = [getattr(self, s) if isinstance(s, str) else s for s in type(self).start]
+        values = [getattr(self, s) if isinstance(s, str) else s(self) if callable(s) else s for s in type(self).start]
         x = inputs[0] if self.step_mode == "s" else inputs[0][0] if inputs[0].shape[0] else inputs[0].new_empty(inputs[0].shape[1:])
         aligned = [_along(v, x) if isinstance(v, Tensor) and self.per_channel is not None else v for v in values]
         return self.filled([0.0 if v is None or isinstance(v, str) else v for v in aligned], inputs)
