@@ -24,14 +24,10 @@ from .reset import reset
 from .resonate import ResonateAndFire, resonate_and_fire
 from .synaptic import CubaLI, CubaLIF, Synaptic, cuba_li, cuba_lif
 
-CORES = (
-    integrate_and_fire, lif, parametric_lif, leaky_integrator, klif, gated_lif, cuba_lif, cuba_li, alif, adlif, quadratic_if, exponential_if,
-    adex, izhikevich, resonate_and_fire, refractory_lif, two_compartment_lif, hodgkin_huxley,
-)  # fmt: skip
-
 __all__ = [
-    "ALIF", "CORES", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "GatedLIF", "HodgkinHuxley", "Izhikevich",
-    "LeakyIntegrator", "Neuron", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "Synaptic", "TwoCompartmentLIF", "adex",
-    "adlif", "alif", "cuba_li", "cuba_lif", "exponential_if", "gated_lif", "hodgkin_huxley", "integrate_and_fire", "izhikevich", "klif",
-    "leaky_integrator", "lif", "parametric_lif", "quadratic_if", "refractory_lif", "reset", "resonate_and_fire", "two_compartment_lif",
+    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "GatedLIF", "HodgkinHuxley", "Izhikevich",
+    "LeakyIntegrator", "Neuron", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "Synaptic", "TwoCompartmentLIF",
+    "adex", "adlif", "alif", "cuba_li", "cuba_lif", "exponential_if", "gated_lif", "hodgkin_huxley", "integrate_and_fire", "izhikevich",
+    "klif", "leaky_integrator", "lif", "parametric_lif", "quadratic_if", "refractory_lif", "reset", "resonate_and_fire",
+    "two_compartment_lif",
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,7 +81,7 @@ def izhikevich(
     return s, reset(h, s, v_threshold, v_reset, detach_reset), u + d * s
 
 
-def _recovery(neuron: Izhikevich) -> Number:
+def _recovery(neuron: Any) -> Number:
     """Where `u` starts."""
     return neuron.b * neuron.v_reset if isinstance(neuron.v_reset, (int, float, Tensor)) else 0.0
 

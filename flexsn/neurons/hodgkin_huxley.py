@@ -30,7 +30,7 @@ def hodgkin_huxley(
     x: Tensor, v: Tensor, m: Tensor, h: Tensor, n: Tensor, c_m: Number = 1.0, g_na: Number = 120.0, g_k: Number = 36.0,
     g_leak: Number = 0.3, e_na: Number = 50.0, e_k: Number = -77.0, e_leak: Number = -54.387, v_threshold: Number = 0.0,
     dt: Number = 0.01, surrogate: Surrogate = atan,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Hodgkin & Huxley's squid axon: `c_m dv/dt = x - g_na m^3 h (v - e_na) - g_k n^4 (v - e_k) - g_leak (v - e_leak)`, and
     `dp/dt = alpha_p (1 - p) - beta_p p` for the gates m, h, n (`rates`). An exponential Euler step: each equation is linear
     in its own state, and is solved with the others held. A spike where `v` crosses `v_threshold` upwards; nothing is reset.

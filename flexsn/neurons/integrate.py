@@ -6,7 +6,6 @@ of `v_threshold`. A step charges the membrane to `h`, spikes where `h` reaches t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..surrogate import atan
 from .base import Neuron
-from .reset import Number, Reset, reset
+from .reset import Number, Reset, reset, sigmoid
 
 Surrogate = Callable[[Tensor], Tensor]
 
@@ -127,10 +126,6 @@ def gated_lif(
     return s, v, s
 
 
-def sigmoid(w: Number) -> Number:
-    return torch.sigmoid(w) if isinstance(w, Tensor) else 1.0 / (1.0 + math.exp(-w))
-
-
 class IF(Neuron, core=integrate_and_fire, start=("v_reset",)):
     """Integrate-and-fire layer: arguments of `integrate_and_fire`, options of `Neuron`."""
 
@@ -159,7 +154,7 @@ class ParametricLIF(Neuron, core=parametric_lif, start=("v_leak",), always=("w",
     @property
     def tau(self) -> Tensor:
         """The time constant as it is now, in steps."""
-        return 1.0 / torch.sigmoid(self.w.detach())
+        return 1.0 / torch.sigmoid(self.arguments["w"].detach())
 
 
 class KLIF(Neuron, core=klif, start=("v_leak",), always=("k",)):

@@ -1,7 +1,10 @@
-"""What a spike does to the membrane: the three resets that every neuron of the zoo shares."""
+"""What the neurons of the zoo share: what a spike does to the membrane, and functions of an argument."""
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 Number = float | Tensor
@@ -23,3 +26,12 @@ def reset(h: Tensor, s: Tensor, v_threshold: Number, v_reset: Reset, detach_rese
     if v_reset is None:
         return h - s * v_threshold
     return (1.0 - s) * h + s * v_reset
+
+
+def apply(function: str, value: Number) -> Number:
+    """`exp`, `cos`, `sin` of an argument, which is a number or a tensor."""
+    return getattr(torch if isinstance(value, Tensor) else math, function)(value)
+
+
+def sigmoid(value: Number) -> Number:
+    return torch.sigmoid(value) if isinstance(value, Tensor) else 1.0 / (1.0 + math.exp(-value))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from ..surrogate import atan
 from .base import Neuron
 from .integrate import Surrogate
-from .reset import Number, Reset, reset
+from .reset import Number, Reset, apply, reset
 
 
 def resonate_and_fire(
@@ -26,9 +23,7 @@ def resonate_and_fire(
 
     Starts at rest. Source: Izhikevich, Neural Networks 14, 2001.
     """
-    tensors = any(isinstance(n, Tensor) for n in (b, omega, dt))
-    exp, cos, sin = (torch.exp, torch.cos, torch.sin) if tensors else (math.exp, math.cos, math.sin)
-    decay, c, s = exp(b * dt), cos(omega * dt), sin(omega * dt)  # type: ignore[operator]  # all numbers or all tensors
+    decay, c, s = apply("exp", b * dt), apply("cos", omega * dt), apply("sin", omega * dt)
     u, h = decay * (u * c - v * s) + x, decay * (u * s + v * c)
     spike = surrogate(h - v_threshold)
     return spike, reset(h, spike, v_threshold, v_reset, detach_reset), u
