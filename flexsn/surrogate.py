@@ -158,7 +158,7 @@ def piecewise_linear(x: Tensor, width: float = 1.0, *, inclusive: bool = True) -
 
 @_surrogate
 def piecewise_quadratic(x: Tensor, alpha: float = 1.0, *, inclusive: bool = True) -> Tensor:
-    """Piecewise quadratic surrogate (Bohte, ICANN 2011; Neftci et al., IEEE SPM 2019): gradient `max(0, alpha - alpha^2 * |x|)`; the
+    """Piecewise quadratic surrogate (Neftci, Mostafa & Zenke, IEEE SPM 2019): gradient `max(0, alpha - alpha^2 * |x|)`; the
     same triangle as `piecewise_linear(width=1 / alpha)`."""
     return _spike(x, lambda x: (alpha - (alpha * alpha) * x.abs()).clamp(min=0.0), inclusive)
 

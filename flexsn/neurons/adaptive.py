@@ -22,7 +22,7 @@ def alif(
         tau_adapt: time constant of the adaptation, in steps.
         beta: how much a spike raises the threshold.
 
-    Source: Bellec et al., NeurIPS 2018, arXiv:1803.09574; in this form Bellec et al., Nat. Commun. 11, 3625, 2020, eq. 8-10.
+    Source: Bellec et al., NeurIPS 2018, arXiv:1803.09574; in this form Bellec et al., Nat. Commun. 11, 3625, 2020 (e-prop).
     """
     a = a - a / tau_adapt
     threshold = v_threshold + beta * a

@@ -23,7 +23,7 @@ def quadratic_if(
         a0: curvature.
         v_c: critical voltage, above which the membrane takes off.
 
-    Starts at `v_leak`. Source: Latham et al., J. Neurophysiol. 83, 2000; Gerstner et al., Neuronal Dynamics, 2014, eq. 5.16.
+    Starts at `v_leak`. Source: Latham et al., J. Neurophysiol. 83, 2000; Gerstner et al., Neuronal Dynamics, 2014, ch. 5.
     """
     h = v + (r * x + a0 * (v - v_leak) * (v - v_c)) / tau
     s = surrogate(h - v_threshold)

@@ -55,7 +55,7 @@ def lif(
         v_leak: resting potential.
         r: resistance.
 
-    Starts at `v_leak`. Source: Gerstner et al., Neuronal Dynamics, Cambridge 2014, eq. 1.5, Euler step of 1.
+    Starts at `v_leak`. Source: Gerstner et al., Neuronal Dynamics, Cambridge 2014, ch. 1; an Euler step of 1.
     """
     h = charge(x, v, tau, v_leak, r, decay_input)
     s = surrogate(h - v_threshold)
@@ -76,7 +76,7 @@ def parametric_lif(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Parametric LIF: `lif` with `1 / tau = sigmoid(w)`, so that the time constant stays above one step while `w` is learned.
 
-    Source: Fang et al., ICCV 2021, arXiv:2007.05785, eq. 8.
+    Source: Fang et al., ICCV 2021, arXiv:2007.05785.
     """
     k = sigmoid(w)
     h = v + (r * x - (v - v_leak)) * k if decay_input else v - (v - v_leak) * k + r * x
@@ -115,7 +115,7 @@ def gated_lif(
         w_decay, w_threshold, w_linear, w_reset, w_conduct: logits of decay, threshold, linear leak, soft reset, conductance
             (one for all time steps; the paper has one per step).
 
-    The state `v` is the membrane before the reset. Source: Yao et al., NeurIPS 2022, arXiv:2210.13768, eq. 8-11.
+    The state `v` is the membrane before the reset. Source: Yao et al., NeurIPS 2022, arXiv:2210.13768.
     """
     alpha, beta, gamma, decay, threshold, linear, drop, conduct = map(
         sigmoid, (alpha, beta, gamma, w_decay, w_threshold, w_linear, w_reset, w_conduct)

@@ -17,7 +17,7 @@ def refractory_lif(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """LIF that, after a spike, keeps its membrane and stays silent for `refractory` steps; `q` counts them down.
 
-    Source: Gerstner et al., Neuronal Dynamics, Cambridge 2014, ch. 1.3.
+    Source: Gerstner et al., Neuronal Dynamics, Cambridge 2014, ch. 1.
     """
     active = (q <= 0).to(v.dtype)
     h = charge(x, v, tau, v_leak, r, decay_input)
