@@ -216,14 +216,17 @@ class FlexSN(nn.Module):
             return self.init_states(self.num_states, self.step_mode, *inputs)
         return self.filled(given(*inputs) if callable(given) else given, inputs)
 
-    def filled(self, values: Sequence[Start], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Values as states of one step: of the shape of the inputs together, and of the dtype that they and the tensors of
-        this module come to. Zeros are None."""
-        steps = [x.shape if self.step_mode == "s" else x.shape[1:] for x in inputs]
-        shape, dtype = torch.broadcast_shapes(*steps), inputs[0].dtype
+    def start_dtype(self, *inputs: Tensor) -> torch.dtype:
+        """The floating dtype that the inputs and the tensors of this module come to."""
+        dtype = inputs[0].dtype
         for tensor in (*inputs[1:], *self.parameters(), *self.buffers()):
             dtype = torch.promote_types(dtype, tensor.dtype) if tensor.dim() else dtype
-        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        return dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+    def filled(self, values: Sequence[Start], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Numbers as states of one step, of the shape of the inputs together; zeros are None. Tensors stay as they are."""
+        steps = [x.shape if self.step_mode == "s" else x.shape[1:] for x in inputs]
+        shape, dtype = torch.broadcast_shapes(*steps), self.start_dtype(*inputs)
         found: list[Tensor | None] = []
         for value in values:
             if isinstance(value, Tensor):

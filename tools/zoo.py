@@ -117,7 +117,7 @@ def plot(path: Path) -> None:
     columns = 5
     rows = -(-len(CURVES) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(2.5 * columns, 1.7 * rows), sharex=True, layout="constrained")
-    x = torch.linspace(-2.5, 2.5, 2001, dtype=torch.float64, requires_grad=True)
+    x = torch.linspace(-4.0, 4.0, 3201, dtype=torch.float64, requires_grad=True)
     for axis, name in zip(axes.flat, CURVES, strict=False):
         (gradient,) = torch.autograd.grad(getattr(surrogate, name)(x).sum(), x)
         axis.axvline(0.0, color="0.8", linewidth=0.8)

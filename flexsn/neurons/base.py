@@ -110,8 +110,11 @@ class Neuron(FlexSN):
             return super().start_states(*inputs)
         values = [getattr(self, s) if isinstance(s, str) else s(self) if callable(s) else s for s in type(self).start]
         x = inputs[0] if self.step_mode == "s" else inputs[0][0] if inputs[0].shape[0] else inputs[0].new_empty(inputs[0].shape[1:])
-        aligned = [_along(v, x) if isinstance(v, Tensor) and self.per_channel is not None else v for v in values]
-        return self.filled([0.0 if v is None or isinstance(v, str) else v for v in aligned], inputs)
+        starts: list[Any] = [0.0 if v is None or isinstance(v, str) else v for v in values]
+        for k, v in enumerate(starts):
+            if isinstance(v, Tensor):
+                starts[k] = (v if self.per_channel is None else _along(v, x)).to(self.start_dtype(*inputs))
+        return self.filled(starts, inputs)
 
     def extra_repr(self) -> str:
         shown = {n: v for n, v in self.arguments.items() if n in ("tau", "v_threshold", "v_reset") or v is not type(self).defaults[n]}

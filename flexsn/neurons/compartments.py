@@ -22,7 +22,7 @@ def two_compartment_lif(
         tau, tau_dend: time constants of soma and dendrite in steps.
         g, g_dend: coupling into the soma and into the dendrite, in units of the leak conductance of each.
 
-    Both start at `v_leak`. Source: Gerstner et al., Neuronal Dynamics, Cambridge 2014, ch. 3, compartmental models with two compartments; an Euler step of 1.
+    Both start at `v_leak`. Source: Gerstner et al., Neuronal Dynamics, Cambridge 2014, ch. 3.
     """
     h = v + (r * x - (v - v_leak) + g * (d - v)) / tau
     d = d + (r * x_dend - (d - v_leak) + g_dend * (v - d)) / tau_dend
