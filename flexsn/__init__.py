@@ -2,30 +2,43 @@
 
 from typing import TYPE_CHECKING
 
-from . import errors, plot, surrogate
+from . import errors, neurons, plot, surrogate
 from ._version import __version__
 from .decomposed import decompose
 from .module import FlexSN, detach_states, reset_net
 from .monitor import monitor
+from .neurons import (
+    ALIF,
+    IF,
+    KLIF,
+    LIF,
+    AdEx,
+    AdLIF,
+    CubaLI,
+    CubaLIF,
+    ExponentialIF,
+    GatedLIF,
+    HodgkinHuxley,
+    Izhikevich,
+    LeakyIntegrator,
+    ParametricLIF,
+    QuadraticIF,
+    RefractoryLIF,
+    ResonateAndFire,
+    Synaptic,
+    TwoCompartmentLIF,
+)
 from .scan import ScanResult, scan
 
 if TYPE_CHECKING:
     from .report import explain
 
 __all__ = [
-    "FlexSN",
-    "ScanResult",
-    "__version__",
-    "decompose",
-    "detach_states",
-    "errors",
-    "explain",
-    "monitor",
-    "plot",
-    "reset_net",
-    "scan",
-    "surrogate",
-]
+    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
+    "Izhikevich", "LeakyIntegrator", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult", "Synaptic",
+    "TwoCompartmentLIF", "__version__", "decompose", "detach_states", "errors", "explain", "monitor", "neurons", "plot", "reset_net",
+    "scan", "surrogate",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

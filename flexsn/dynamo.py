@@ -60,7 +60,7 @@ def blueprint_of_body(
         if _compat.is_symbolic(value) and _compat.symbol(value) in sources:  # Dynamo passes the sizes of operands
             i, d = sources[_compat.symbol(value)]
             return lambda *operands: operands[i].shape[d]
-        number = int(value)
+        number = float(value) if isinstance(value, (float, torch.SymFloat)) else int(value)
         return lambda *operands: number
 
     with _compat.no_modes():
@@ -155,7 +155,8 @@ def _core_scan_variable(dynamo: Any) -> type:
         def _call_function(self, tx, args, kwargs):
             if _compat.functorch_active():
                 raise Unsupported("a core under a `torch.func` transform: the transform runs uncompiled")
-            args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
+            with torch._dynamo.config.patch(specialize_float=True):  # numbers in a `partial` are constants of the kernel
+                args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
             core, owner, inputs, states, params, *flags = args
             sequences, num_outputs, backend, strict = (f.as_python_constant() for f in flags)
             counts = len(inputs.items), len(states.items), len(params.items)

@@ -16,6 +16,9 @@ from .reads import Reads, lock, module_tensors
 from .scan import BACKENDS, compile_core, look, run_core
 from .signature import core_name, positional_names
 
+Start = float | Tensor | None
+InitialStates = Sequence[Start] | Callable[..., Sequence[Start]]
+
 
 class _Tensors(nn.Module):
     """Holds parameters, buffers and modules under names."""
@@ -60,6 +63,9 @@ class FlexSN(nn.Module):
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
         strict: make `"auto"` raise where it would fall back to the eager loop.
         tune: as in `flexsn.scan`: measure the kernels' tiles at the sizes of the first call.
+        initial_states: where the states start after `reset()`, one entry per state: a number, or None for zeros of the
+            shape and dtype that the core returns; or a function of the inputs of the call that returns such a list, in
+            which a tensor, broadcastable to one step, may stand too. By default zeros.
 
     Attributes:
         states: list of carried states `[*shape]`, or None after `reset()`.
@@ -85,6 +91,7 @@ class FlexSN(nn.Module):
         params: Sequence[Tensor] = (),
         strict: bool = False,
         tune: bool = False,
+        initial_states: InitialStates | None = None,
     ):
         super().__init__()
         if step_mode not in ("m", "s"):
@@ -109,6 +116,7 @@ class FlexSN(nn.Module):
                 core=core_name(core),
             )
         self.step_mode, self.backend, self.store_state_seqs, self.strict, self.tune = step_mode, backend, store_state_seqs, strict, tune
+        self.initial_states = self._checked_start(initial_states)
         self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
         self.state_seqs: list[Tensor] | None = None
         self.captured: _Tensors | None = None
@@ -138,6 +146,17 @@ class FlexSN(nn.Module):
                 core=core_name(self.core),
             )
         return num_inputs, num_states
+
+    def _checked_start(self, given: InitialStates | None) -> InitialStates | None:
+        if given is None or callable(given):
+            return given
+        if len(given) != self.num_states or any(isinstance(v, Tensor) for v in given):
+            raise OperandCountError(
+                f"initial_states={given!r} does not fit {self.num_states} states: one number or None for each",
+                core=core_name(self.core),
+                hint="Tensors come from a function of the inputs: initial_states=lambda *inputs: [v0].",
+            )
+        return tuple(given)
 
     # --- captured tensors -------------------------------------------------------------------------------------------
     def _look(self) -> dict[str, Any]:
@@ -190,6 +209,32 @@ class FlexSN(nn.Module):
         """
         return [None] * num_states
 
+    def start_states(self, *inputs: Tensor) -> list[Tensor | None]:
+        """States of the first call after `reset()`, as `initial_states` says; `inputs` are those of the call."""
+        given = self.initial_states
+        if given is None:
+            return self.init_states(self.num_states, self.step_mode, *inputs)
+        return self.filled(given(*inputs) if callable(given) else given, inputs)
+
+    def start_dtype(self, *inputs: Tensor) -> torch.dtype:
+        """The floating dtype that the inputs and the tensors of this module come to."""
+        dtype = inputs[0].dtype
+        for tensor in (*inputs[1:], *self.parameters(), *self.buffers()):
+            dtype = torch.promote_types(dtype, tensor.dtype) if tensor.dim() else dtype
+        return dtype if dtype.is_floating_point else torch.get_default_dtype()
+
+    def filled(self, values: Sequence[Start], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Numbers as states of one step, of the shape of the inputs together; zeros are None. Tensors stay as they are."""
+        steps = [x.shape if self.step_mode == "s" else x.shape[1:] for x in inputs]
+        shape, dtype = torch.broadcast_shapes(*steps), self.start_dtype(*inputs)
+        found: list[Tensor | None] = []
+        for value in values:
+            if isinstance(value, Tensor):
+                found.append(value)
+            else:
+                found.append(inputs[0].new_full((), value, dtype=dtype).expand(shape) if value else None)
+        return found
+
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run the sequence(s); see the class for shapes."""
         if len(inputs) != self.num_inputs:
@@ -201,7 +246,7 @@ class FlexSN(nn.Module):
         exported = exporting()
         if exported and isinstance(self.states, list):
             refuse_carried(core_name(self.core))
-        states = self.init_states(self.num_states, self.step_mode, *inputs) if self.states is None else self.states
+        states = self.start_states(*inputs) if self.states is None else self.states
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         if self.example_outputs is not None and inputs[0].shape[0] == 0:

@@ -273,6 +273,8 @@ class _Walker:
         for attribute in ("__code__", "__defaults__", "__kwdefaults__") if depth else ():  # a slot of the core would keep it alive
             self.reads.watched.append((Slot(path, fn, attribute), getattr(fn, attribute)))
         if _is_library(fn.__module__ or ""):
+            if fn.__closure__:  # as decorators leave them: one code for many functions
+                self.opaque(path, fn)
             return
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             self.slot(f"{path}.{name}", cell, None, depth + 1)

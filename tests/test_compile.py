@@ -4,6 +4,7 @@ Where Inductor is not the point, graphs run op by op (`aot_eager`): that compile
 """
 
 import copy
+import functools
 import os
 import subprocess
 import sys
@@ -334,6 +335,15 @@ def test_a_changed_attribute_compiles_again():
         net.core.v_th = threshold
         assert torch.equal(run(compiled, x)[0][0], run(copy.deepcopy(net), x)[0][0])
         assert counter.frame_count == frames
+
+
+def test_a_changed_number_in_a_partial_compiles_again():
+    x = 2 * torch.rand(5, 8)
+    for threshold in (0.75, 0.5, 0.3):  # the second time, Dynamo would make a number an input of the graph
+        neuron = FlexSN(functools.partial(lif, tau=2.0, v_th=threshold), 1, 1)
+        got = torch.compile(neuron, fullgraph=True, backend="aot_eager")(x)
+        neuron.reset()
+        assert torch.equal(got, neuron(x)), threshold
 
 
 def test_a_changed_closure_variable_compiles_again():

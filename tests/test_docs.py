@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import stages  # noqa: E402  (tools/ is not a package)
+import zoo  # noqa: E402
 
 
 def test_architecture_shows_the_output_of_every_stage():
@@ -36,6 +37,42 @@ def test_readme_snippets_run():
     assert names["neuron"].core.w_mem.grad.abs().sum() > 0
     assert names["neuron"].core.w_adapt.grad.abs().sum() > 0
     assert names["v"].shape == (32, 512)
+
+
+def snippets(page, count):
+    """Names that the snippets of a page leave behind."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+    assert len(blocks) == count
+    names: dict = {}
+    torch.manual_seed(0)
+    exec(compile("\n".join(blocks), page, "exec"), names)
+    return names
+
+
+def test_neuron_snippets_run():
+    names = snippets("neurons.md", 1)
+    assert names["learned"].tau.grad.shape == (16,) and names["learned"].tau.grad.abs().sum() > 0
+    assert 0 < names["spikes"].mean() < 1 and names["v"].shape == (8, 16)
+
+
+def test_surrogate_snippets_run():
+    names = snippets("surrogates.md", 1)
+    atan = 1.5 / (1 + (torch.pi / 2 * 3.0 * torch.linspace(-1.0, 1.0, 5)) ** 2)
+    torch.testing.assert_close(names["x"].grad, atan)
+    assert names["spikes"].tolist() == [0, 0, 1, 1, 1]
+    x = torch.tensor([0.0, 2.0], requires_grad=True)
+    assert names["peaked"](x).tolist() == [1, 1] and names["neuron"](torch.ones(3, 2)).shape == (3, 2)
+    (grad,) = torch.autograd.grad(names["peaked"](x).sum(), x)
+    torch.testing.assert_close(grad, torch.exp(-x.detach()))
+
+
+def test_pages_of_the_zoo_are_those_of_the_code():
+    for path, page in zoo.pages().items():
+        assert path.read_text() == page, f"{path.name}: run `python tools/zoo.py --write`"
+    assert {n for names in zoo.FAMILIES.values() for n in names} == {
+        n for n, c in vars(flexsn.neurons).items() if isinstance(c, type) and n not in ("Neuron", "Synaptic")
+    }
+    assert set(zoo.PEERS) == set(flexsn.surrogate.__all__) - {"straight_through_estimator", "deterministic_pass"}
 
 
 def test_links_lead_somewhere():

@@ -73,6 +73,11 @@ def test_errors_and_opset_stand_alone():
     assert MODULES["errors"] == set() and MODULES["opset"] == set() and MODULES["surrogate"] == set()
 
 
+def test_neurons_stand_on_the_module_and_the_surrogates():
+    below = set().union(*(found for name, found in MODULES.items() if name.startswith("neurons")))
+    assert {n for n in below if not n.startswith("neurons")} == {"module", "signature", "surrogate"}
+
+
 def test_private_names_of_torch_are_in_one_place():
     allowed = {"_compat", "dynamo", "lower"}
     for path in PACKAGE.glob("**/*.py"):
@@ -104,7 +109,8 @@ def test_dtensor_is_imported_by_who_uses_it():
 
 
 def test_public_names():
-    assert set(flexsn.__all__) == {
+    zoo = {n for n, neuron in vars(flexsn.neurons).items() if isinstance(neuron, type) and neuron is not flexsn.neurons.Neuron}
+    assert set(flexsn.__all__) == zoo | {
         "FlexSN",
         "ScanResult",
         "__version__",
@@ -114,6 +120,7 @@ def test_public_names():
         "explain",
         "monitor",
         "plot",
+        "neurons",
         "reset_net",
         "scan",
         "surrogate",

@@ -119,6 +119,66 @@ def test_overridden_init_states():
     assert torch.equal(net.states[0], torch.full((4,), 2.0))
 
 
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_initial_states(backend, dtype):
+    x = torch.randn(5, 3, 4).to(dtype)
+    params = [torch.tensor(0.9), torch.tensor(0.5)]
+    net = FlexSN(adlif, 2, 2, 2, params=params, backend=backend, initial_states=[None, -0.5], store_state_seqs=True)
+    got = net(x, x)
+    starts = [torch.zeros(3, 4, dtype=dtype), torch.full((3, 4), -0.5, dtype=dtype)]
+    want = flexsn.scan(adlif, [x, x], starts, params, backend=backend, store_state_seqs=True)
+    for a, b in zip((*got, *net.state_seqs), (*want.outputs, *want.states), strict=True):
+        assert a.dtype is dtype and torch.equal(a, b)
+    carried = net(x, x)
+    net.reset()
+    assert torch.equal(net(x, x)[1], got[1]) and not torch.equal(carried[1], got[1])
+    steps = FlexSN(adlif, 2, 2, 2, params=params, backend=backend, initial_states=[None, -0.5], step_mode="s")
+    if dtype is not torch.bfloat16:  # which rounds at the end of every call
+        assert torch.equal(torch.stack([steps(row, row)[1] for row in x]), got[1])
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_initial_states_take_the_dtype_of_inputs_and_parameters(backend):
+    net = FlexSN(leaky, 1, 1, 1, params=[torch.full((4,), 0.5, dtype=f64)], backend=backend, initial_states=[1.0])
+    net(torch.zeros(2, 4))
+    assert torch.equal(net.states[0], torch.full((4,), 0.25, dtype=f64))
+    net = FlexSN(leaky, 1, 1, 1, params=[torch.tensor(0.5, dtype=f64)], backend=backend, initial_states=[1.0])
+    net(torch.zeros(2, 4, dtype=torch.int32))
+    assert torch.equal(net.states[0], torch.full((4,), 0.25))
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_initial_states_from_a_function(backend):
+    v0 = torch.rand(4, requires_grad=True)
+    net = FlexSN(leaky, 1, 1, 1, params=[torch.tensor(0.5)], backend=backend, initial_states=lambda x: [v0 + x[0].mean()])
+    net(torch.ones(3, 4)).sum().backward()
+    want = flexsn.scan(leaky, [torch.ones(3, 4)], [v0 + 1.0], [torch.tensor(0.5)], backend="torch")
+    (grad,) = torch.autograd.grad(want.outputs[0].sum(), v0)
+    torch.testing.assert_close(v0.grad, grad)
+    assert torch.equal(net.states[0], want.states[0])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_initial_states_in_a_compiled_call(backend):
+    net = FlexSN(leaky, 1, 1, 1, params=[torch.tensor(0.5)], backend=backend, initial_states=[1.5])
+    compiled, x = torch.compile(net, fullgraph=True, backend="aot_eager"), torch.rand(5, 4)
+    got = [compiled(x), compiled(x)]
+    net.reset()
+    again = compiled(x)
+    net.reset()
+    want = [net(x), net(x)]
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1]) and torch.equal(again, want[0])
+
+
+def test_initial_states_that_do_not_fit():
+    with pytest.raises(OperandCountError, match="one number or None for each"):
+        FlexSN(leaky, 1, 1, 1, params=[torch.tensor(0.5)], initial_states=[1.0, 2.0])
+    with pytest.raises(OperandCountError, match="one number or None for each"):
+        FlexSN(leaky, 1, 1, 1, params=[torch.tensor(0.5)], initial_states=[torch.zeros(4)])
+
+
 def test_zero_steps():
     net = FlexSN(lif, 1, 1, 1, params=lif_params(), backend="cpp", store_state_seqs=True)
     assert net(torch.randn(0, 4)).shape == (0, 4) and torch.equal(net.states[0], torch.zeros(4))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import flexsn
+from flexsn import surrogate
 from flexsn.errors import CannotFuseError, CapturedTensorError, ParamGradientError
 from flexsn.reads import look
 
@@ -686,3 +687,21 @@ def test_backward_that_is_not_linear(function, shape):
         assert error.core == "core"
     else:
         torch.testing.assert_close(got, want)
+
+
+def test_decorated_functions_of_libraries_are_told_apart():
+    """Surrogates share the code of their decorator."""
+    kinds = [surrogate.atan, surrogate.sigmoid, surrogate.atan(alpha=3.0), surrogate.atan(alpha=3.0), surrogate.atan]
+
+    def core_of(spike):
+        return lambda x, v: (spike(x + v), v)
+
+    prints = [look(core_of(spike)).fingerprint for spike in kinds]
+    assert [prints.index(p) for p in prints] == [0, 1, 2, 2, 0]
+    x = torch.randn(3, 5)
+    grads = []
+    for spike in kinds[:3]:
+        leaf = x.clone().requires_grad_()
+        flexsn.LIF(surrogate=spike, backend="cpp")(leaf).sum().backward()
+        grads.append(leaf.grad)
+    assert not torch.equal(grads[0], grads[1]) and not torch.equal(grads[0], grads[2])

@@ -1,0 +1,34 @@
+"""A neuron of two compartments: a dendrite, and a soma that spikes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..surrogate import atan
+from .base import Neuron
+from .integrate import Surrogate
+from .reset import Number, Reset, reset
+
+
+def two_compartment_lif(
+    x: Tensor, x_dend: Tensor, v: Tensor, d: Tensor, tau: Number = 2.0, tau_dend: Number = 10.0, g: Number = 0.5, g_dend: Number = 0.1,
+    v_threshold: Number = 1.0, v_reset: Reset = 0.0, v_leak: Number = 0.0, r: Number = 1.0, detach_reset: bool = False,
+    surrogate: Surrogate = atan,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Two-compartment LIF, with two inputs: the soma `h = v + (r x - (v - v_leak) + g (d - v)) / tau` and the dendrite
+    `d = d + (r x_dend - (d - v_leak) + g_dend (v - d)) / tau_dend`. A spike resets the soma alone.
+
+    Args:
+        tau, tau_dend: time constants of soma and dendrite in steps.
+        g, g_dend: coupling into the soma and into the dendrite, in units of the leak conductance of each.
+
+    Both start at `v_leak`. Source: Gerstner et al., Neuronal Dynamics, Cambridge 2014, ch. 3.
+    """
+    h = v + (r * x - (v - v_leak) + g * (d - v)) / tau
+    d = d + (r * x_dend - (d - v_leak) + g_dend * (v - d)) / tau_dend
+    s = surrogate(h - v_threshold)
+    return s, reset(h, s, v_threshold, v_reset, detach_reset), d
+
+
+class TwoCompartmentLIF(Neuron, core=two_compartment_lif, start=("v_leak", "v_leak")):
+    """Two-compartment LIF layer, called with two sequences: arguments of `two_compartment_lif`, options of `Neuron`."""

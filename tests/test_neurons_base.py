@@ -1,0 +1,214 @@
+"""`Neuron`: arguments, learned and per channel, initial states, attributes, copies, compiled calls."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import flexsn
+from flexsn import neurons, surrogate
+
+X = 2 * torch.rand(9, 3, 4, generator=torch.Generator().manual_seed(0))
+EAGER = {"backend": "torch"}  # where the kernel is not the point: that is tests/test_neurons_fused.py
+
+
+def test_arguments_are_those_of_the_core():
+    parameters = inspect.signature(flexsn.LIF).parameters
+    core = inspect.signature(neurons.lif).parameters
+    assert [n for n in core if n not in ("x", "v")] == list(parameters)[: len(core) - 2]
+    assert parameters["tau"].default == 2.0 and parameters["learn"].kind is inspect.Parameter.KEYWORD_ONLY
+    neuron = flexsn.LIF(3.0, v_reset=None)
+    assert neuron.arguments == {n: p.default for n, p in core.items() if p.default is not p.empty} | {"tau": 3.0, "v_reset": None}
+    assert neuron.state_names == ("v",) and "tau=3.0, v_threshold=1.0, v_reset=None" in repr(neuron)
+
+
+def test_the_module_is_the_core():
+    want = flexsn.scan(neurons.lif, [X], [None], [torch.tensor(3.0), torch.tensor(0.5)], backend="torch").outputs[0]
+    assert torch.equal(flexsn.LIF(tau=3.0, v_threshold=0.5)(X), want) and 0 < want.mean() < 1
+
+
+def test_mistakes():
+    with pytest.raises(TypeError, match=r"LIF has no argument \['taux'\]; it takes tau, v_threshold"):
+        flexsn.LIF(taux=2.0)
+    with pytest.raises(TypeError, match=r"\['tau'\] twice"):
+        flexsn.LIF(2.0, tau=2.0)
+    with pytest.raises(TypeError, match="takes 5 arguments but was given 6"):
+        flexsn.IF(1, 2, 3, 4, 5, 6)
+    with pytest.raises(ValueError, match="tau must be positive"):
+        flexsn.LIF(tau=0.0)
+    with pytest.raises(ValueError, match="cannot learn"):
+        flexsn.LIF(learn=("v",))
+    with pytest.raises(ValueError, match="v_reset=None is not a number"):
+        flexsn.LIF(v_reset=None, learn=("v_reset",))
+    with pytest.raises(ValueError, match="nothing is learned"):
+        flexsn.LIF(per_channel=4)
+    with pytest.raises(ValueError, match=r"takes a number or a tensor \[4\]"):
+        flexsn.LIF(tau=torch.ones(3), per_channel=4)
+    with pytest.raises(ValueError, match='"never"'):
+        flexsn.LIF(v_reset="nope", strict=True)(X)
+
+
+def test_learned_arguments():
+    neuron = flexsn.LIF(tau=3.0, learn_tau=True, learn=("v_threshold",), **EAGER)
+    assert {n: p.shape for n, p in neuron.named_parameters()} == {"captured.tau": (), "captured.v_threshold": ()}
+    assert isinstance(neuron.tau, nn.Parameter) and neuron.tau.item() == 3.0
+    neuron(X).sum().backward()
+    assert neuron.tau.grad != 0 and neuron.v_threshold.grad != 0
+    assert {n for n, _ in flexsn.CubaLIF(learn_tau=True, **EAGER).named_parameters()} == {"captured.tau", "captured.tau_syn"}
+
+
+def test_a_tensor_is_a_buffer_and_a_parameter_stays_itself():
+    tau, threshold = torch.full((4,), 3.0), nn.Parameter(torch.full((3, 1), 0.5))
+    neuron = flexsn.LIF(tau=tau, v_threshold=threshold, **EAGER)
+    assert neuron.v_threshold is threshold and dict(neuron.named_buffers()).keys() == {"captured.tau"}
+    assert torch.equal(neuron(X), flexsn.LIF(tau=3.0, v_threshold=0.5, **EAGER)(X))
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (7, 2, 4), (7, 2, 4, 3), (7, 2, 4, 3, 5)], ids=str)
+@pytest.mark.parametrize("step_mode", ["m", "s"])
+def test_per_channel_is_dim_1_of_a_step(shape, step_mode):
+    backend = "cpp" if len(shape) == 4 and step_mode == "m" else "torch"
+    x, tau = 2 * torch.rand(shape), torch.linspace(1.5, 4.0, 4)
+    layer = flexsn.LIF(tau=tau, learn_tau=True, per_channel=4, v_leak=0.25, step_mode=step_mode, backend=backend)
+    got = torch.stack([layer(row) for row in x]) if step_mode == "s" else layer(x)
+    axis = 1 if len(shape) == 2 else 2
+    for c in range(4):
+        one = flexsn.LIF(tau=tau[c].item(), v_leak=0.25, **EAGER)
+        assert torch.equal(got.select(axis, c), one(x.select(axis, c).contiguous()))
+    got.sum().backward()
+    assert layer.tau.grad.shape == (4,) and layer.tau.grad.all()
+
+
+def test_per_channel_start():
+    leak = torch.tensor([-1.0, 0.0, 0.5, 2.0])
+    layer = flexsn.LeakyIntegrator(v_leak=leak, per_channel=4, **EAGER)
+    y = layer(torch.zeros(3, 2, 4, 5))
+    assert torch.equal(y, leak.view(4, 1).expand(3, 2, 4, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("per_channel", [None, 3])
+def test_learned_start(dtype, per_channel):
+    neuron = flexsn.LeakyIntegrator(v_leak=0.5, learn=("v_leak",), per_channel=per_channel, backend="torch")
+    y = neuron(torch.zeros(4, 2, 3, dtype=dtype))
+    assert y.dtype is (dtype if per_channel is None else torch.promote_types(dtype, torch.float32)) and (y == 0.5).all()
+    y.sum().backward()
+    assert torch.equal(neuron.v_leak.grad, torch.tensor(24.0) if per_channel is None else torch.full((3,), 8.0))
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_neurons_start_at_rest(backend):
+    silence = torch.zeros(4, 3)
+    for neuron in (flexsn.LIF(v_leak=-0.5, v_reset=-0.7), flexsn.CubaLIF(v_leak=-0.5), flexsn.IF(v_reset=-0.5), flexsn.CubaLI(v_leak=-0.5)):
+        neuron.backend = backend
+        for _ in range(2):
+            neuron(silence)
+            assert torch.equal(neuron.states[0], torch.full((3,), -0.5)), neuron
+            neuron.reset()
+    for reset in (None, "never"):
+        neuron = flexsn.IF(v_reset=reset, backend=backend)
+        neuron(silence)
+        assert torch.equal(neuron.states[0], torch.zeros(3))
+    neuron = flexsn.LIF(v_leak=-0.5, initial_states=[0.5], backend=backend)
+    neuron(silence)
+    assert torch.equal(neuron.states[0], torch.full((3,), -0.5 + 2.0**-4))
+
+
+def test_resets():
+    drive = torch.full((6, 1), 0.75)
+    for v_reset, membrane in ((0.0, [0.75, 0, 0.75, 0, 0.75, 0]), (0.25, [1.0 - 1.0 + 0.25] * 6), (None, [0.75, 0.5, 0.25, 0, 0.75, 0.5])):
+        neuron = flexsn.IF(v_reset=v_reset, store_state_seqs=True, **EAGER)
+        neuron(drive)
+        assert neuron.state_seqs[0].flatten().tolist() == membrane
+    neuron = flexsn.IF(v_reset="never", store_state_seqs=True, **EAGER)
+    assert neuron(drive).flatten().tolist() == [0, 1, 1, 1, 1, 1] and neuron.state_seqs[0][-1] == 4.5
+
+
+def test_detached_reset_changes_the_gradient_alone():
+    grads = []
+    for detach in (False, True):
+        x = X.clone().requires_grad_()
+        y = flexsn.LIF(detach_reset=detach, **EAGER)(x)
+        y.sum().backward()
+        grads.append((y, x.grad))
+    assert torch.equal(grads[0][0], grads[1][0]) and not torch.equal(grads[0][1], grads[1][1])
+
+
+def test_attributes_can_be_set():
+    neuron = flexsn.LIF(tau=3.0, learn_tau=True, **EAGER)
+    twin = copy.deepcopy(neuron)
+    neuron.v_threshold = 0.25
+    assert torch.equal(neuron(X), flexsn.LIF(tau=3.0, v_threshold=0.25, **EAGER)(X)) and twin.v_threshold == 1.0
+    assert torch.equal(twin(X), flexsn.LIF(tau=3.0, **EAGER)(X))
+    with pytest.raises(AttributeError, match="write into it"):
+        neuron.tau = 2.0
+    with pytest.raises(AttributeError, match="make another neuron"):
+        neuron.v_threshold = torch.ones(4)
+    with torch.no_grad():
+        neuron.tau.copy_(1.5)
+    neuron.reset()
+    assert torch.equal(neuron(X), flexsn.LIF(tau=1.5, v_threshold=0.25, **EAGER)(X))
+
+
+def test_copies_pickles_and_state_dicts():
+    neuron = flexsn.LIF(tau=3.0, learn_tau=True, per_channel=3, v_leak=0.1, **EAGER)
+    want = neuron(X.transpose(1, 2))
+    other = flexsn.LIF(learn_tau=True, per_channel=3, v_leak=0.1, **EAGER)
+    other.load_state_dict(neuron.state_dict())
+    buffer = io.BytesIO()
+    torch.save(neuron, buffer)
+    buffer.seek(0)
+    for twin in (other, copy.deepcopy(neuron), pickle.loads(pickle.dumps(neuron)), torch.load(buffer, weights_only=False)):
+        twin.reset()
+        assert torch.equal(twin(X.transpose(1, 2)), want) and twin.tau is not neuron.tau
+    double = copy.deepcopy(neuron).double()
+    double.reset()
+    assert double.tau.dtype is torch.float64 and double(X.transpose(1, 2).double()).dtype is torch.float64
+
+
+def test_a_module_as_surrogate_is_a_submodule():
+    class Spike(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.width = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            return surrogate.atan(x / self.width)
+
+    neuron = flexsn.LIF(surrogate=Spike(), **EAGER)
+    neuron(X).sum().backward()
+    assert {n for n, _ in neuron.named_parameters()} == {"captured.surrogate.width"} and neuron.surrogate.width.grad != 0
+
+
+@pytest.mark.filterwarnings(  # PyTorch's own
+    "ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated", "ignore:.*should not be instantiated"
+)
+@pytest.mark.parametrize("backend", ["cpp", pytest.param("torch", marks=pytest.mark.slow)])
+def test_compiled(backend):
+    for options in ({"v_leak": 0.5, "v_reset": None}, {"tau": 3.0, "learn_tau": True, "per_channel": 3, "v_leak": 0.25}):
+        if backend == "torch":  # PyTorch's scan takes no number that was another one in an earlier compilation
+            torch._dynamo.reset()
+        neuron = flexsn.LIF(**options, backend=backend)
+        compiled, x = torch.compile(neuron, fullgraph=True, backend="aot_eager"), X.transpose(1, 2)
+        got = [compiled(x), compiled(x)]
+        neuron.reset()
+        assert torch.equal(got[0], neuron(x)) and torch.equal(got[1], neuron(x))
+
+
+def test_equal_neurons_share_a_kernel(counts):
+    flexsn.LIF(tau=7.0, backend="cpp")(X)
+    flexsn.LIF(tau=7.0, backend="cpp")(X)
+    assert counts.programs == 1
+
+
+def test_network_helpers_reach_neurons():
+    net = nn.Sequential(flexsn.LIF(**EAGER), flexsn.CubaLIF(**EAGER))
+    first = net(X)
+    flexsn.reset_net(net)
+    assert torch.equal(net(X), first)
+    flexsn.detach_states(net)
+    assert not net[1].states[0].requires_grad
