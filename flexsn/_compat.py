@@ -49,10 +49,20 @@ def decomposition_table() -> dict[Any, Any]:
 
 
 def functional_overload(func: Any) -> Any | None:
-    """`aten.add_.Tensor` -> `aten.add.Tensor`."""
+    """`aten.add_.Tensor` -> `aten.add.Tensor`; by argument types, since names differ (`pow_.Scalar` -> `pow.Tensor_Scalar`)."""
     base = func._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, base.removesuffix("_"), None) if base.endswith("_") else None
-    return getattr(packet, func._overloadname, None) if packet is not None else None
+    if packet is None:
+        return None
+    names = sorted(packet.overloads(), key=lambda name: name != func._overloadname)  # its own name first
+    wanted = _argument_types(func)
+    return next((overload for name in names if _argument_types(overload := getattr(packet, name)) == wanted), None)
+
+
+def _argument_types(func: Any) -> list[str]:
+    """Of what a functional op takes; a view has none of it."""
+    view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+    return [] if view else [str(argument.type) for argument in func._schema.arguments]
 
 
 def forward_ad_level() -> int:

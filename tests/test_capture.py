@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cores import lif
-from helpers import line_of
+from helpers import check, line_of
 
 from flexsn.capture import Meta, trace
 from flexsn.errors import InPlaceError, OperandMutationError
@@ -60,6 +60,20 @@ def test_in_place_on_a_temporary_is_the_functional_op():
 
     names = [n for n, _ in kinds(record(in_place, (5,), (5,)))]
     assert names[:2] == ["add", "mul"] and not [n for n in names if n.endswith("_")]
+
+
+@pytest.mark.parametrize("power", [lambda h, v: h.pow_(2), lambda h, v: h.pow_(v)], ids=["number", "tensor"])
+def test_in_place_power_is_the_functional_op(power):
+    """`pow_.Scalar` has another name than its functional form: `pow.Tensor_Scalar`."""
+
+    def core(x, v):
+        h = x + v
+        return power(h, v), h * 0.5
+
+    names = [n for n, _ in kinds(record(core, (5,), (5,)))]
+    assert names[:2] == ["add", "pow"] and "pow_" not in names
+    x, v = torch.rand(4, 5), torch.rand(5)
+    check(core, (x,), (v,), only="cpp")
 
 
 def test_in_place_on_a_view_is_refused():
