@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from . import errors, neurons, plot, surrogate
 from ._version import __version__
 from .decomposed import decompose
+from .interchange import convert, from_nir, to_nir
 from .module import FlexSN, detach_states, reset_net
 from .monitor import monitor
 from .neurons import (
@@ -34,10 +35,7 @@ if TYPE_CHECKING:
     from .report import explain
 
 __all__ = [
-    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
-    "Izhikevich", "LeakyIntegrator", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult", "Synaptic",
-    "TwoCompartmentLIF", "__version__", "decompose", "detach_states", "errors", "explain", "monitor", "neurons", "plot", "reset_net",
-    "scan", "surrogate",
+    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley", "Izhikevich", "LeakyIntegrator", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult", "Synaptic", "TwoCompartmentLIF", "__version__", "convert", "decompose", "detach_states", "errors", "explain", "from_nir", "monitor", "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
 ]  # fmt: skip
 
 

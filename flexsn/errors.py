@@ -189,3 +189,8 @@ class PictureError(FlexSNError, ValueError):
 
 class MonitorError(FlexSNError, ValueError):
     """`flexsn.monitor` is asked for a layer, a state or a record that is not there."""
+
+
+# --- models of other libraries -----------------------------------------------------------------------------------------
+class InterchangeError(FlexSNError, ValueError):
+    """A model that cannot be written as NIR, or a NIR graph that cannot be read; the message names the node."""

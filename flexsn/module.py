@@ -298,6 +298,8 @@ class FlexSN(nn.Module):
         if self.states is not None:
             self.states = type(self.states)([v.detach() for v in self.states])  # type: ignore[call-arg]
 
+    detach = detach_states  # the name that SpikingJelly's `functional.detach_net` calls
+
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         if self.states is not None:

@@ -14,7 +14,7 @@ import flexsn
 PACKAGE = Path(flexsn.__file__).parent
 ORDER = [
     "signature", "capture", "graph", "blueprint", "plan", "render", "launch", "compile", "run", "ops", "sharding", "doors", "loops", "pieces", "scan",
-    "hop", "module", "step", "handles", "handle", "lowlevel", "plot", "monitor",
+    "hop", "module", "neurons", "interchange", "step", "handles", "handle", "lowlevel", "plot", "monitor",
 ]  # fmt: skip
 
 
@@ -78,6 +78,21 @@ def test_neurons_stand_on_the_module_and_the_surrogates():
     assert {n for n in below if not n.startswith("neurons")} == {"module", "signature", "surrogate"}
 
 
+def test_interchange_is_the_last_stage_and_the_peers_have_a_file_each():
+    """Only `convert` knows the converters, by name: nothing imports another library before a model of it is there."""
+    peers = {name for name in FILES if name.startswith("interchange.peer_")}
+    assert peers == {"interchange.peer_norse", "interchange.peer_snntorch", "interchange.peer_spikingjelly"}
+    assert not {name for name, found in MODULES.items() if found & peers}
+    assert not {name for name, found in MODULES.items() if not name.startswith("interchange") and "interchange" in found}
+
+
+def test_importing_flexsn_imports_no_other_library():
+    others = ("spikingjelly", "snntorch", "norse", "nir", "nirtorch", "matplotlib")
+    code = f"import sys, flexsn; print([m for m in {others} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "[]"
+
+
 def test_private_names_of_torch_are_in_one_place():
     allowed = {"_compat", "dynamo", "lower"}
     for path in PACKAGE.glob("**/*.py"):
@@ -114,6 +129,7 @@ def test_public_names():
         "FlexSN",
         "ScanResult",
         "__version__",
+        "convert",
         "decompose",
         "detach_states",
         "errors",
@@ -124,6 +140,7 @@ def test_public_names():
         "reset_net",
         "scan",
         "surrogate",
+        "to_nir",
     }
     assert all(hasattr(flexsn, name) for name in flexsn.__all__)
     assert (PACKAGE / "py.typed").exists()

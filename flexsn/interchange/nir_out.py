@@ -1,0 +1,296 @@
+"""`flexsn.to_nir`: a network of flexsn neurons and PyTorch layers as a NIR graph.
+
+The model's forward runs once on `Signal`s: each knows what the sample came to, which NIR nodes it comes from, and how many
+of its dims are time and batch. So a forward may fold time into the batch around a convolution, and add branches.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..errors import InterchangeError
+from ..module import FlexSN
+from .describe import described, to_fields
+from .layers import Delay, PerStep, Scale, SumPool2d, Threshold
+from .network import NIRNetwork
+from .nir_in import DT, numbers, the_nir
+
+
+@dataclass
+class Signal:
+    """A value on its way through the model.
+
+    Attributes:
+        value: what the sample came to.
+        sources: NIR nodes whose outputs it sums.
+        leading: how many dims are time and batch: `[T, B, *shape]`, or folded `[T * B, *shape]`.
+    """
+
+    value: Tensor
+    sources: tuple[str, ...]
+    leading: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
+
+    @property
+    def step(self) -> tuple[int, ...]:
+        return tuple(self.value.shape[self.leading :])
+
+
+def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -> Any:
+    """A network as a `nir.NIRGraph`; `nir.write(path, graph)` stores it.
+
+    Args:
+        model: layers of PyTorch (Linear, Conv1d, Conv2d, Flatten, AvgPool2d, and LPPool2d of norm 1) and neurons: `flexsn.IF`,
+            `LIF`, `LeakyIntegrator`, `CubaLIF`, `CubaLI`, what `convert` made of those of other libraries, what `from_nir`
+            made. Dropout and Identity are passed over. Branches may be added, and time be folded into the batch.
+        sample_input: `[T, B, *shape]`, or `[B, *shape]` if the model's neurons take single steps; its values do not matter.
+        dt: length of a step in seconds; by default that of the network that `from_nir` made, else 1e-4. It is written to
+            `graph.metadata["dt"]`.
+
+    Raises:
+        InterchangeError: a layer or neuron that NIR does not have (soft reset among them); the message names it.
+        ImportError: the package `nir` is missing.
+    """
+    nir = the_nir()
+    dts = {m.dt for m in model.modules() if isinstance(m, NIRNetwork)}
+    dt = dt if dt is not None else dts.pop() if len(dts) == 1 else DT
+    if not dt > 0:
+        raise InterchangeError(f"dt is the length of a step in seconds, not {dt}")
+    neurons = [m for m in model.modules() if isinstance(m, FlexSN) and not isinstance(m, Delay)]
+    leading = 1 if neurons and all(m.step_mode == "s" for m in neurons) else 2
+    writer = Writer(nir, dt)
+    signal = Signal(sample_input, (writer.put("input", nir.Input(_sizes(sample_input.shape[leading:])), ()),), leading)
+    with torch.no_grad():
+        result = _graph(model, writer, signal) if isinstance(model, NIRNetwork) else _trace(model, writer, signal)
+    if not isinstance(result, Signal):
+        raise InterchangeError(f"the model returns a {type(result).__name__}; NIR takes one tensor")
+    writer.put("output", nir.Output(_sizes(result.step)), result.sources)
+    return nir.NIRGraph(writer.nodes, writer.edges, metadata={"dt": dt}, type_check=False)
+
+
+def _graph(network: NIRNetwork, writer: Writer, signal: Signal) -> Signal:
+    """A network that was a graph before: node by node, with its cycles."""
+    signals: dict[str, Signal] = {}
+    for name in network.order:
+        arriving = [signal] if name == network.first else [signals[a] for a in network.into[name]]
+        arriving += [Signal(last(signal.value[:1]), (), 2) for (_, b), last in network.feedback.items() if b == name]
+        x = Signal(arriving[0].value, tuple(s for a in arriving for s in a.sources), 2)
+        module = network.nodes[name]
+        signals[name] = x if isinstance(module, nn.Identity) else writer.module(name, module, x)
+    writer.edges += [(source, b) for a, b in network.feedback for source in signals[a].sources]
+    return signals[network.last]
+
+
+def _trace(model: nn.Module, writer: Writer, signal: Signal) -> Any:
+    if _is_leaf(model):
+        return writer.module(type(model).__name__.lower(), model, signal)
+    try:
+        graph = _Tracer().trace(model)
+    except Exception as error:  # whatever the model's forward meets on symbolic values
+        raise InterchangeError(
+            f"the forward of {type(model).__name__} cannot be traced: {error}", hint="It must not loop over time or branch on values."
+        ) from error
+    return _Run(fx.GraphModule(model, graph), writer).run(signal)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    theirs = type(module).__module__.split(".")[0] in ("spikingjelly", "snntorch", "norse")
+    return theirs or isinstance(module, FlexSN | NIRNetwork | PerStep | Scale | Threshold)
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return _is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+
+
+class _Run(fx.Interpreter):
+    """The traced forward, on signals."""
+
+    def __init__(self, traced: fx.GraphModule, writer: Writer):
+        super().__init__(traced)
+        self.writer = writer
+
+    def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        module = self.fetch_attr(target)
+        if len(args) != 1 or kwargs or not isinstance(args[0], Signal):
+            raise InterchangeError(f"`{target}` ({type(module).__name__}) is called with more than one tensor")
+        return self.writer.module(target, module, args[0])
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        signals = [a for a in args if isinstance(a, Signal)]
+        if not signals or (target is getattr and args[1] in ("shape", "ndim")):
+            return super().call_function(target, args, kwargs) if not signals else getattr(args[0].value, args[1])
+        name = getattr(target, "__name__", str(target))
+        if target in (operator.add, operator.iadd, torch.add) and len(signals) == 2 and not kwargs:
+            return _add(*signals)
+        if target is torch.flatten:
+            return self.writer.flatten("flatten", *_dims(*args[1:], **kwargs), args[0])
+        raise InterchangeError(f"the forward calls `{name}`, which has no place in a NIR graph", hint="Make it a layer, or leave it out.")
+
+    def call_method(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        signal, *rest = args
+        if not isinstance(signal, Signal):
+            return super().call_method(target, args, kwargs)
+        if target in ("size", "dim"):
+            return getattr(signal.value, target)(*rest, **kwargs)
+        if target in ("add", "add_") and not kwargs and isinstance(rest[0], Signal):
+            return _add(signal, rest[0])
+        if target == "flatten":
+            return self.writer.flatten("flatten", *_dims(*rest, **kwargs), signal)
+        if target == "unflatten" and signal.leading == 1 and rest[0] == 0:
+            return Signal(signal.value.unflatten(*rest), signal.sources, len(rest[1]))
+        raise InterchangeError(
+            f"the forward calls `.{target}`, which has no place in a NIR graph", hint="Make it a layer, or leave it out."
+        )
+
+
+def _dims(start_dim: int = 0, end_dim: int = -1) -> tuple[int, int]:
+    return start_dim, end_dim
+
+
+def _add(a: Signal, b: Signal) -> Signal:
+    """Edges into one node add up, so an addition is no node."""
+    if set(a.sources) & set(b.sources):
+        raise InterchangeError(f"{sorted(set(a.sources) & set(b.sources))} is added to itself; NIR has one edge between two nodes")
+    return Signal(a.value + b.value, a.sources + b.sources, a.leading)
+
+
+class Writer:
+    """Nodes and edges so far."""
+
+    def __init__(self, nir: Any, dt: float):
+        self.nir, self.dt = nir, dt
+        self.nodes: dict[str, Any] = {}
+        self.edges: list[tuple[str, str]] = []
+        self.used: set[int] = set()
+
+    def put(self, name: str, node: Any, sources: tuple[str, ...], out: tuple[int, ...] | None = None) -> str:
+        while name in self.nodes:
+            name += "_"
+        self.nodes[name] = node
+        self.edges += [(source, name) for source in sources]
+        if out is not None:
+            node.output_type = {"output": _sizes(out)}
+        return name
+
+    def module(self, name: str, module: nn.Module, x: Signal) -> Signal:
+        """Add the node(s) for a module, and say what it makes of `x`."""
+        if isinstance(module, nn.Identity | nn.Dropout | nn.Dropout1d | nn.Dropout2d):
+            return x
+        if (inner := _inside(module)) is not None:
+            return self.folded(name, inner, x)
+        if isinstance(module, nn.Flatten):
+            return self.flatten(name, module.start_dim, module.end_dim, x)
+        try:
+            if isinstance(module, FlexSN):
+                return self.neuron(name, module, x)
+            node = self.layer(module, x)
+        except InterchangeError as error:
+            raise InterchangeError(f"`{name}` ({type(module).__name__}): {error.reason}", hint=error.hint) from None
+        y = module(x.value)
+        return Signal(y, (self.put(name, node, x.sources, tuple(y.shape[x.leading :])),), x.leading)
+
+    def folded(self, name: str, modules: list[nn.Module], x: Signal) -> Signal:
+        leading = x.value.shape[: x.leading]
+        y = Signal(x.value.flatten(0, x.leading - 1), x.sources, 1)
+        for module in modules:
+            y = self.module(name, module, y)
+        return Signal(y.value.unflatten(0, leading), y.sources, x.leading)
+
+    def neuron(self, name: str, neuron: FlexSN, x: Signal) -> Signal:
+        if id(neuron) in self.used:
+            raise InterchangeError("is called twice; its states would be those of two nodes")
+        if x.leading != (2 if neuron.step_mode == "m" else 1):
+            raise InterchangeError("is called with time folded into the batch")
+        self.used.add(id(neuron))
+        if isinstance(neuron, Delay):
+            node = self.nir.Delay(_array(torch.broadcast_to(neuron.steps.double() * self.dt, x.step)))
+        else:
+            kind, arguments = described(neuron)
+            channels = getattr(neuron, "per_channel", None) is not None
+            node = getattr(self.nir, kind)(**to_fields(kind, arguments, self.dt, x.step, channels))
+        return Signal(x.value, (self.put(name, node, x.sources),), x.leading)
+
+    def flatten(self, name: str, start: int, end: int, x: Signal) -> Signal:
+        rank = x.value.dim()
+        start, end = start % rank, end % rank
+        y = x.value.flatten(start, end)
+        if (start, end) == (0, x.leading - 1):
+            return Signal(y, x.sources, 1)
+        if start < x.leading:
+            raise InterchangeError(f"`{name}` flattens time or batch together with the rest")
+        node = self.nir.Flatten(_sizes(x.step), start - x.leading, end - x.leading)
+        return Signal(y, (self.put(name, node, x.sources, tuple(y.shape[x.leading :])),), x.leading)
+
+    def layer(self, module: nn.Module, x: Signal) -> Any:
+        nir = self.nir
+        if isinstance(module, nn.Linear):
+            if len(x.step) != 1:
+                raise InterchangeError(f"acts on the last dim of steps {list(x.step)}; NIR's take vectors", hint="Flatten first.")
+            weight = _array(module.weight)
+            return nir.Linear(weight) if module.bias is None else nir.Affine(weight, _array(module.bias))
+        if isinstance(module, nn.Conv1d | nn.Conv2d):
+            return self.conv(module, x)
+        if isinstance(module, nn.AvgPool2d | nn.LPPool2d):
+            return self.pool(module, x)
+        if isinstance(module, Scale):
+            return nir.Scale(_array(torch.broadcast_to(module.scale, x.step)))
+        if isinstance(module, Threshold):
+            return nir.Threshold(_array(torch.broadcast_to(module.threshold, x.step)))
+        norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        raise InterchangeError("NIR has no such node", hint="Fold it into the convolution or the linear layer before it." if norm else None)
+
+    def conv(self, module: Any, x: Signal) -> Any:
+        if module.padding_mode != "zeros":
+            raise InterchangeError(f"padding_mode={module.padding_mode!r}; NIR pads with zeros")
+        flat = isinstance(module, nn.Conv1d)
+        padding = module.padding if isinstance(module.padding, str) else module.padding[0] if flat else module.padding
+        node = (self.nir.Conv1d if flat else self.nir.Conv2d)(
+            input_shape=None, weight=_array(module.weight), stride=module.stride[0] if flat else module.stride, padding=padding,
+            dilation=module.dilation[0] if flat else module.dilation, groups=module.groups,
+            bias=_array(module.bias) if module.bias is not None else _array(module.weight.new_zeros(module.out_channels)),
+        )  # fmt: skip
+        node.input_shape = x.step[1] if flat else tuple(x.step[1:])
+        node.input_type = {"input": _sizes(x.step)}
+        return node
+
+    def pool(self, module: Any, x: Signal) -> Any:
+        summed = isinstance(module, SumPool2d | nn.LPPool2d)
+        if isinstance(module, nn.LPPool2d) and module.norm_type != 1:
+            raise InterchangeError(f"LPPool2d of norm {module.norm_type}; NIR has sums (norm 1) and means")
+        padding = getattr(module, "padding", 0)
+        cut = any(numbers(padding, 2)) and not module.count_include_pad
+        if module.ceil_mode or getattr(module, "divisor_override", None) is not None or cut:
+            raise InterchangeError("ceil_mode, divisor_override and count_include_pad=False have no place in a NIR pool")
+        stride = module.kernel_size if module.stride is None else module.stride
+        sizes = [_sizes(numbers(v, 2)) for v in (module.kernel_size, stride, padding)]
+        node = (self.nir.SumPool2d if summed else self.nir.AvgPool2d)(*sizes)
+        node.input_type = {"input": _sizes(x.step)}
+        return node
+
+
+def _inside(module: nn.Module) -> list[nn.Module] | None:
+    """The modules that this one applies to every step: flexsn's wrapper, SpikingJelly's and Norse's."""
+    name = type(module).__name__
+    if isinstance(module, PerStep) or name in ("Lift", "SeqToANNContainer"):
+        return list(module.children())
+    if isinstance(module, nn.Flatten) and getattr(module, "step_mode", "s") == "m":  # SpikingJelly's counts dims of one step
+        return [nn.Flatten(module.start_dim, module.end_dim)]
+    return None
+
+
+def _sizes(shape: Sequence[int]) -> Any:
+    return torch.tensor(tuple(shape), dtype=torch.long).numpy()
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().numpy().copy()

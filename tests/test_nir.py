@@ -1,0 +1,282 @@
+"""NIR in and out: round trips, and the spikes of three other implementations of it."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from graphs import B, T, affine, assert_spikes, f64, full, lif
+from loaded_peers import nir
+from torch import nn
+
+import flexsn
+from flexsn.errors import InterchangeError
+from flexsn.interchange import Delay, PerStep, Scale, SumPool2d
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+
+
+# --- the equations --------------------------------------------------------------------------------------------------------
+def test_every_neuron_is_an_euler_step_of_its_equation():
+    """Against the equations of NIR's documentation, written out in numpy with v, i, tau and r of each neuron its own."""
+    rng, n, dt = np.random.default_rng(0), 5, 2e-3
+    p = {name: rng.uniform(0.5, 1.5, n) for name in ("r", "w_in", "v_threshold")}
+    p |= {"tau": rng.uniform(3, 9, n) * dt, "tau_syn": rng.uniform(2, 5, n) * dt, "v_leak": rng.uniform(-0.3, 0.3, n)}
+    p["v_reset"] = rng.uniform(-0.5, 0.0, n)
+    x = 3.0 * rng.standard_normal((T, n)) + 1.0
+    leaky = {k: p[k] for k in ("tau", "r", "v_leak")}
+    current = {"tau_mem": p["tau"], **{k: p[k] for k in ("tau_syn", "r", "v_leak", "w_in")}}
+    fire = {k: p[k] for k in ("v_threshold", "v_reset")}
+    for node in (
+        nir.IF(r=p["r"] / dt, **fire), nir.LI(**leaky), nir.LIF(**leaky, **fire), nir.CubaLI(**current), nir.CubaLIF(**current, **fire)
+    ):  # fmt: skip
+        kind = type(node).__name__
+        spiking, leaks, cuba = kind.endswith("F"), kind != "IF", kind.startswith("Cuba")
+        v, i, want = p["v_leak"] if leaks else p["v_reset"], np.zeros(n), []
+        for s in x:
+            i = i + dt / p["tau_syn"] * (p["w_in"] * s - i) if cuba else s
+            v = v + dt / p["tau"] * (p["v_leak"] - v + p["r"] * i) if leaks else v + p["r"] * i
+            z = v > p["v_threshold"]
+            want.append(z.astype(float) if spiking else v)
+            v = np.where(z, p["v_reset"], v) if spiking else v
+        got = flexsn.from_nir(nir.NIRGraph.from_list(node), dt=dt, dtype=f64, backend="torch")(torch.tensor(x)[:, None])[:, 0]
+        np.testing.assert_allclose(got.numpy(), np.stack(want), rtol=1e-12, atol=1e-12, err_msg=kind)
+        assert not spiking or 0 < np.mean(want) < 1
+
+
+def test_a_spike_needs_more_than_the_threshold():
+    """NIR: `v > v_threshold`. Here v is 0.5, 1.0 (no spike), 1.5."""
+    graph = nir.NIRGraph.from_list(nir.IF(r=full(1, 1.0), v_threshold=full(1, 1.0)))
+    spikes = flexsn.from_nir(graph, dt=1.0, backend="torch")(torch.full((3, 1, 1), 0.5))
+    assert spikes.flatten().tolist() == [0.0, 0.0, 1.0]
+
+
+# --- round trips ------------------------------------------------------------------------------------------------------------
+def everything():
+    """One of each node."""
+    return nn.Sequential(
+        PerStep(nn.Conv2d(2, 3, (3, 5), padding=1, stride=(1, 2)), 3), flexsn.LIF(tau=3.0, v_threshold=0.2, r=torch.rand(3, 1, 1) + 0.5),
+        PerStep(nn.AvgPool2d(2), 3), PerStep(SumPool2d((2, 1), stride=1), 3), nn.Dropout(), nn.Flatten(2), nn.Linear(9, 10),
+        flexsn.IF(r=0.7), nn.Linear(10, 6, bias=False), Scale(torch.rand(6) + 1.0),
+        flexsn.CubaLIF(tau=2.0, tau_syn=torch.rand(6) + 1.5, decay_input=False, v_reset=-0.1), nn.Unflatten(2, (2, 3)),
+    )[:-1]  # fmt: skip
+
+
+def rest():
+    return nn.Sequential(
+        nn.Linear(6, 5), flexsn.LeakyIntegrator(tau=4.0, decay_input=False), Delay(torch.tensor([0, 1, 2, 7, 3])), flexsn.CubaLI(v_leak=0.1)
+    )
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(f64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def numbers_of(graph):
+    """Every array of every node by name."""
+    return {f"{n}.{k}": v for n, node in graph.nodes.items() for k, v in node.to_dict().items() if isinstance(v, np.ndarray)}
+
+
+def test_round_trip_through_a_file(double, tmp_path):
+    net = nn.Sequential(*everything(), *rest()).eval()
+    x = 2.0 * torch.rand(T, B, 2, 8, 8)
+    graph = flexsn.to_nir(net, x, dt=1e-3)
+    kinds = [type(node).__name__ for node in graph.nodes.values()]
+    assert kinds == "Input Conv2d LIF AvgPool2d SumPool2d Flatten Affine IF Linear Scale CubaLIF Affine LI Delay CubaLI Output".split()
+    nir.write(tmp_path / "net.nir", graph)
+    again = flexsn.from_nir(tmp_path / "net.nir", backend="torch")
+    assert again.dt == 1e-3
+    for module in net.modules():
+        if isinstance(module, flexsn.FlexSN):
+            module.backend = "torch"
+    want, got = net(x), again(x)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+    assert net[1](net[0](x)).mean() > 0.05
+    back = flexsn.to_nir(again, x)
+    assert back.edges == graph.edges and back.metadata == {"dt": 1e-3}
+    ours, theirs = numbers_of(graph), numbers_of(back)
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        np.testing.assert_allclose(theirs[name], value, rtol=1e-12, err_msg=name)
+
+
+def test_what_is_read_can_be_trained_and_reset():
+    net = flexsn.from_nir(nir.NIRGraph.from_list(affine(6, 4), lif(6), nir.Delay(full(6, 2e-4))), backend="cpp")
+    assert isinstance(net.nodes["lif"], flexsn.LIF) and [n for n, _ in net.named_parameters()] == [
+        "nodes.affine.weight",
+        "nodes.affine.bias",
+    ]
+    x = torch.randn(T, B, 4)
+    first = net(x)
+    first.sum().backward()
+    assert net.nodes["affine"].weight.grad.abs().sum() > 0
+    assert not first[:2].any() and torch.equal(net(x)[:2], net.nodes["lif"](net.nodes["affine"](x))[:2]) is False
+    flexsn.reset_net(net)
+    assert torch.equal(net(x), first)
+
+
+def test_delays_carry_over_from_call_to_call():
+    delay, x = Delay(torch.tensor([0, 2, 5])), torch.rand(12, B, 3)
+    whole = delay(x)
+    for k, steps in enumerate((0, 2, 5)):
+        assert torch.equal(whole[steps:, :, k], x[: 12 - steps, :, k]) and not whole[:steps, :, k].any()
+    delay.reset()
+    assert torch.equal(torch.cat([delay(piece) for piece in x.split([1, 4, 7])]), whole)
+
+
+def test_one_dimensional_convolutions_and_float32(tmp_path):
+    net = nn.Sequential(PerStep(nn.Conv1d(2, 3, 3, padding="same", dilation=2), 2), flexsn.LIF(v_threshold=0.1), nn.Flatten(2))
+    x = torch.rand(5, B, 2, 10)
+    nir.write(tmp_path / "net.nir", flexsn.to_nir(net, x))
+    for module in (net[1], again := flexsn.from_nir(tmp_path / "net.nir", backend="torch")):
+        module.backend = "torch"
+    assert_spikes(again(x), net(x))
+
+
+# --- a forward of one's own -----------------------------------------------------------------------------------------------
+class Residual(nn.Module):
+    """Time folded into the batch by hand, and a branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.lif, self.down = nn.Conv2d(2, 2, 3, padding=1), flexsn.LIF(v_threshold=0.1, backend="torch"), nn.Linear(32, 4)
+
+    def forward(self, x):
+        y = self.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        y = self.lif(y + x)
+        return self.down(torch.flatten(y, 2))
+
+
+def test_branches_add_up_and_folding_is_no_node():
+    net, x = Residual(), torch.rand(T, B, 2, 4, 4)
+    graph = flexsn.to_nir(net, x)
+    assert set(graph.edges) == {
+        ("input", "conv"), ("conv", "lif"), ("input", "lif"), ("lif", "flatten"), ("flatten", "down"), ("down", "output")
+    }  # fmt: skip
+    torch.testing.assert_close(flexsn.from_nir(graph, backend="torch")(x), net(x))
+
+
+def test_per_channel_constants_lie_along_the_channels():
+    net = nn.Sequential(flexsn.LIF(learn_tau=True, per_channel=2, tau=torch.tensor([2.0, 5.0])))
+    graph = flexsn.to_nir(net, torch.rand(T, B, 2, 3, 3), dt=1.0)
+    np.testing.assert_allclose(graph.nodes["0"].tau, np.array([2.0, 5.0])[:, None, None] * np.ones((2, 3, 3)))
+
+
+def test_a_learned_time_constant_is_written_as_it_is_now():
+    lif = flexsn.ParametricLIF(tau=4.0, decay_input=False)
+    graph = flexsn.to_nir(lif, torch.rand(T, B, 4), dt=1.0)
+    node = graph.nodes["parametriclif"]
+    np.testing.assert_allclose(node.tau, 4.0, rtol=1e-6)
+    np.testing.assert_allclose(node.r, 4.0, rtol=1e-6)
+
+
+def test_single_step_models():
+    net = nn.Sequential(nn.Linear(4, 3), flexsn.LIF(step_mode="s"))
+    assert flexsn.to_nir(net, torch.rand(B, 4)).nodes["1"].tau.shape == (3,)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------------
+def custom(x, v):
+    return x + v, v * 0.5
+
+
+class Squares(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+class Loops(nn.Module):
+    def forward(self, x):
+        return torch.stack([step for step in x])
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lif = flexsn.LIF()
+
+    def forward(self, x):
+        return self.lif(self.lif(x))
+
+
+OUT = {
+    "soft reset": (lambda: flexsn.LIF(v_reset=None), r"`1` \(LIF\).*soft reset"),
+    "no reset": (lambda: flexsn.LIF(v_reset="never"), "never"),
+    "core": (lambda: flexsn.FlexSN(custom, num_states=1), r"`1` \(FlexSN\): NIR has no primitive for the core `custom`"),
+    "batch norm": (lambda: nn.BatchNorm1d(4), "Fold it"),
+    "max pool": (lambda: PerStep(nn.MaxPool2d(2), 3), "MaxPool2d"),
+    "square": (Squares, "calls `mul`"),
+    "loop": (Loops, "loop over time"),
+    "twice": (Twice, "called twice"),
+    "several dims": (lambda: nn.Sequential(nn.Unflatten(2, (2, 2)), nn.Linear(2, 2)), "Unflatten"),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_what_nir_cannot_say_is_refused(name):
+    make, message = OUT[name]
+    with pytest.raises(InterchangeError, match=message):
+        flexsn.to_nir(nn.Sequential(nn.Identity(), make()), torch.rand(T, B, 4))
+
+
+def test_pools_and_linears_that_nir_does_not_have():
+    x = torch.rand(T, B, 2, 4, 4)
+    for make, message in [
+        (PerStep(nn.AvgPool2d(2, ceil_mode=True), 3), "ceil_mode"),
+        (PerStep(nn.AvgPool2d(2, padding=1, count_include_pad=False), 3), "count_include_pad"),
+        (PerStep(nn.LPPool2d(2, 2), 3), "norm 2"),
+        (PerStep(nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), 3), "circular"),
+        (nn.Linear(4, 4), "Flatten first"),
+        (nn.Flatten(1), "flattens time or batch"),
+    ]:
+        with pytest.raises(InterchangeError, match=message):
+            flexsn.to_nir(nn.Sequential(make), x)
+
+
+IN = {
+    "integrator": (lambda: nir.I(r=full(4, 1.0)), r"node `i`: flexsn has nothing for nir\.I"),
+    "delay": (lambda: nir.Delay(full(4, 1.5e-4)), r"node `delay` \(nir.Delay\): delays must be whole numbers"),
+    "tau": (lambda: lif(4, tau=0.0), r"node `lif` \(nir.LIF\): tau must be positive"),
+    "weight": (lambda: nir.Linear(np.ones((2, 4, 4))), "takes a matrix"),
+}
+
+
+@pytest.mark.parametrize("name", IN)
+def test_what_flexsn_does_not_have_is_refused(name):
+    make, message = IN[name]
+    with pytest.raises(InterchangeError, match=message):
+        flexsn.from_nir(nir.NIRGraph.from_list(make()))
+
+
+def test_graphs_of_another_form_are_refused():
+    with pytest.raises(InterchangeError, match=r"takes a nir\.NIRGraph"):
+        flexsn.from_nir(lif(4))
+    with pytest.raises(InterchangeError, match="dt is the length"):
+        flexsn.from_nir(nir.NIRGraph.from_list(lif(4)), dt=0.0)
+    nodes = {"a": nir.Input([4]), "b": nir.Input([4]), "lif": lif(4), "out": nir.Output([4])}
+    with pytest.raises(InterchangeError, match="one input and one output"):
+        flexsn.from_nir(nir.NIRGraph(nodes, [("a", "lif"), ("b", "lif"), ("lif", "out")]))
+
+
+def test_without_the_package(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "nir", None)
+    with pytest.raises(ImportError, match="pip install nir"):
+        flexsn.to_nir(flexsn.LIF(), torch.rand(T, B, 4))
+
+
+# --- subgraphs --------------------------------------------------------------------------------------------------------------
+def test_subgraphs_are_dissolved():
+    inner = nir.NIRGraph.from_list(affine(6, 4), lif(6))
+    nodes = {"input": nir.Input([4]), "block": inner, "readout": affine(3, 6), "output": nir.Output([3])}
+    edges = [("input", "block"), ("block", "readout"), ("readout", "output")]
+    x = torch.randn(T, B, 4)
+    got = flexsn.from_nir(nir.NIRGraph(nodes, edges, type_check=False), backend="torch")
+    assert list(got.nodes) == ["input", "readout", "output", "block_affine", "block_lif"]
+    want = flexsn.from_nir(nir.NIRGraph.from_list(affine(6, 4), lif(6), affine(3, 6)), backend="torch")
+    assert torch.equal(got(x), want(x))
