@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from .report import explain
 
 __all__ = [
-    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley", "Izhikevich", "LeakyIntegrator", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult", "Synaptic", "TwoCompartmentLIF", "__version__", "convert", "decompose", "detach_states", "errors", "explain", "from_nir", "monitor", "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
+    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
+    "Izhikevich", "LeakyIntegrator", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult", "Synaptic",
+    "TwoCompartmentLIF", "__version__", "convert", "decompose", "detach_states", "errors", "explain", "from_nir", "monitor",
+    "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
 ]  # fmt: skip
 
 

@@ -217,3 +217,28 @@ def test_pictures_snippets_run(tmp_path, monkeypatch):
     assert "is silent" in printed and words in shown_words, "run `python tools/pictures.py`"
     for name in shown:
         assert (pictures.PAGE.parent / "img" / name).stat().st_size < 100_000
+
+
+INTERCHANGE = {"interchange": 4, "from_spikingjelly": 3, "from_snntorch": 3, "from_norse": 3}  # page: blocks
+
+
+@pytest.mark.parametrize("page", INTERCHANGE)
+def test_interchange_snippets_run(page, tmp_path, monkeypatch, capsys):
+    import loaded_peers
+
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == INTERCHANGE[page]
+    torch.manual_seed(0)
+    loaded_peers.snn.SpikingNeuron.instances.clear()
+    names: dict = {}
+    exec(compile("\n".join(blocks), f"{page}.md", "exec"), names)
+    if page == "interchange":
+        printed = re.search(r"```text\n(converted.*?)```", text, flags=re.DOTALL)
+        assert capsys.readouterr().out == printed[1]
+        flexsn.reset_net(names["net"])
+        assert names["spikes"].any() and names["before"].any()
+        torch.testing.assert_close(names["y"], names["net"](names["x"]))
+    else:
+        assert names["same"].any() and not names["same"].all()
