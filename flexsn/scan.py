@@ -25,9 +25,11 @@ from .errors import (
     ForwardModeError,
     OperandTypeError,
     StaleStateError,
+    UnsupportedValueError,
 )
 from .fallback import warn_once
 from .loops import scan_operator
+from .memory import addresses
 from .ops import TracedCall, choose_backend
 from .reads import Reads
 from .signature import Signature, check_operands, core_name, make_signature, step_shape
@@ -171,6 +173,7 @@ def run_core(
         seen.signatures[counts] = make_signature(core, *counts)
     sig = seen.signatures[counts]
     check_operands(sig, inputs, states, params)
+    _refuse_freed(sig, (*sig.names, *captured), tensors)
     _refuse_stale(sig, inputs, states)
     if backend != "torch":
         try:
@@ -255,6 +258,7 @@ def prepare(
 ) -> run.Call:
     """Find or make the program for a call."""
     tensors = (*inputs, *states, *params, *captured.values())
+    _refuse_overriding(sig, (*sig.names, *captured), tensors)
     traced = _compat.transformed() or not all(t is None or _compat.is_plain(t) for t in tensors)
     device = inputs[0].device
     name = choose_backend(backend, device, sig.core, traced=traced)
@@ -274,6 +278,26 @@ def prepare(
             program.differentiate(core, captured)
     kind = TracedCall if backend == "hop" else run.Call
     return kind(program, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
+
+
+def _refuse_overriding(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """A kernel does what PyTorch's operators mean, not what a class makes of them."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if type(tensor) not in (*_PLAIN, type(None)) and _compat.overrides_operators(type(tensor)):
+            raise UnsupportedValueError(
+                f"`{name}` is a {type(tensor).__name__}, a class that overrides operators of PyTorch", core=sig.core,
+                hint="Pass `tensor.as_subclass(torch.Tensor)`.",
+            )  # fmt: skip
+
+
+def _refuse_freed(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """PyTorch itself crashes on a tensor whose storage was freed."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None and type(tensor) in _PLAIN and _compat.is_plain(tensor) and _compat.has_pointer(tensor):
+            try:
+                addresses([tensor])
+            except OperandTypeError as error:
+                raise OperandTypeError(f"`{name}` has no memory: its storage was freed", core=sig.core, hint=error.hint) from None
 
 
 def _may_need_grad(tensor: Tensor | None) -> bool:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .errors import OperandTypeError
+
 __all__ = ["atan", "fast_sigmoid", "gaussian", "piecewise_linear", "sigmoid", "straight_through", "super_spike"]
 
 
@@ -58,6 +60,8 @@ class _TransformedSpike(torch.autograd.Function):
 
 
 def _spike(x: Tensor, gradient: Callable[[Tensor], Tensor | float]) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise OperandTypeError(f"a surrogate takes a tensor, not {type(x).__name__}", hint="Make it a tensor: `torch.as_tensor(value)`.")
     if torch.compiler.is_dynamo_compiling():
         return _Spike.apply(x, gradient)
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.13
