@@ -70,8 +70,11 @@ def forward_ad_level() -> int:
     return torch.autograd.forward_ad._current_level  # 2.11, 2.13
 
 
-def saved_tensors_hooks_off() -> bool:
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # 2.11, 2.13
+def saved_tensors_hooks_there() -> bool:
+    """Whether saved-tensor hooks are active and see what autograd saves from here on."""
+    autograd = torch._C._autograd  # 2.11, 2.13
+    off = autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+    return not off and autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
@@ -118,6 +121,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     while functorch.is_gradtrackingtensor(tensor) and not functorch_active():  # of a `grad` that has ended: ops look inside
         tensor = functorch.get_unwrapped(tensor)
     return not functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def overrides_operators(cls: type) -> bool:
+    """Whether a tensor class has a `__torch_function__` of its own."""
+    function = cls.__torch_function__  # type: ignore[attr-defined]
+    own = getattr(function, "__func__", function)
+    return own not in (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]  # 2.13
+
+
+def has_pointer(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is memory: not sparse, not a lazy zero, not left wrapped by a transform."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # 2.11, 2.13
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()  # 2.11, 2.13
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .capture import Meta, Trace, trace
-from .errors import CoreError, StateMismatchError, UnsupportedOpError
+from .errors import CoreError, NotElementwiseError, StateMismatchError, UnsupportedOpError
 from .graph import HALF
-from .signature import Signature, step_shape
+from .signature import Signature, broadcasts, step_shape
 
 Record = Callable[..., Trace]  # `trace` of one core on one device
 
@@ -107,12 +107,26 @@ def draw(
     record = functools.partial(trace, core, sig, device=device, captured=captured)
     seen, forward = _settle(record, sig, metas, num_outputs)
     ins, returns = sig.num_inputs + sig.num_states, forward.metas()
-    step = step_shape(sig, [m.shape for m in (*seen[:ins], *returns)])
+    step = _step_of(sig, seen[:ins], returns)
     if _computed(sig, seen, step) != seen:
         forward = _record_as_computed(record, sig, _computed(sig, seen, step), step)
     made = Blueprint(sig, seen, tuple(returns[: len(returns) - sig.num_states]), step, frozenset(), forward, captured=tuple(captured))
     made.free_dims = _free_dims(record, made, captured)
     return made
+
+
+def _step_of(sig: Signature, operands: Sequence[Meta], returns: Sequence[Meta]) -> tuple[int, ...]:
+    """The step shape; outputs that are as large as the core makes them belong to it."""
+    step = step_shape(sig, [m.shape for m in operands])
+    for i, meta in enumerate(returns):
+        try:
+            step = tuple(torch.broadcast_shapes(step, meta.shape))
+        except RuntimeError:
+            raise NotElementwiseError(
+                f"return value {i} has shape {list(meta.shape)}, which does not broadcast with the step shape {list(step)}",
+                core=sig.core, hint="A kernel handles each neuron by itself: return values of every neuron, or numbers.",
+            ) from None  # fmt: skip
+    return step
 
 
 def _computed(sig: Signature, metas: Sequence[Meta], step: tuple[int, ...]) -> list[Meta]:
@@ -134,7 +148,7 @@ def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_ou
             return current, recorded
         for i, (before, after) in enumerate(zip(old, new, strict=True)):
             given = metas[sig.num_inputs + i]
-            if given is not None and (after.dtype != given.dtype or step_shape(sig, [before.shape, after.shape]) != after.shape):
+            if given is not None and (after.dtype != given.dtype or not broadcasts(before.shape, after.shape)):
                 break
             current[sig.num_inputs + i] = after
         else:

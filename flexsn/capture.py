@@ -22,11 +22,9 @@ import torch
 from torch import Tensor, fx
 
 from . import _compat
-from .errors import (
-    UnsupportedDtypeError,
-)
-from .record import Recorder, ValueReads, run_core
-from .signature import DTYPES, Signature, check_returns
+from .errors import SideEffectError
+from .record import Recorder, ValueReads, run_refusing
+from .signature import Signature, check_returns, check_values
 
 
 class Meta(NamedTuple):
@@ -71,12 +69,27 @@ def _undisturbed() -> Iterator[None]:
     """No hooks or checks of the caller's autograd see the trace: saved-tensor hooks, anomaly mode."""
     anomaly = torch.is_anomaly_enabled()
     torch.autograd.set_detect_anomaly(False)
-    off = _compat.saved_tensors_hooks_off()  # `torch.func.grad` allows none
+    hidden = _compat.saved_tensors_hooks_there()  # `torch.func.grad` inside the core allows none
     try:
-        with contextlib.nullcontext() if off else torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hidden else contextlib.nullcontext():
             yield
     finally:
         torch.autograd.set_detect_anomaly(anomaly, torch.is_anomaly_check_nan_enabled())
+
+
+@contextlib.contextmanager
+def _settings_kept(sig: Signature) -> Iterator[None]:
+    """Refuse a core that changes PyTorch's settings, and undo it."""
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        changed = ["the default dtype"] * (torch.get_default_dtype() != dtype) + ["the grad mode"] * (torch.is_grad_enabled() != grad)
+        if changed:
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(grad)
+    if changed:
+        raise SideEffectError(f"changes {' and '.join(changed)} of PyTorch", core=sig.core, hint="Do that outside the core.")
 
 
 def trace(
@@ -102,19 +115,16 @@ def trace(
             operand.requires_grad_(vjp and meta.dtype.is_floating_point)
             recorder.placeholder(operand, sig.names[i], "static" if static else "step")
             operands.append(operand)
-        with recorder, ValueReads(recorder):
-            returned = run_core(core, operands)
-        if recorder.error is not None:
-            raise recorder.error
+        with recorder, ValueReads(recorder), _settings_kept(sig):
+            returned = run_refusing(core, operands, recorder)
         values = check_returns(sig, returned, num_outputs)
-        for i, value in enumerate(values):
-            if value.dtype not in DTYPES:
-                raise UnsupportedDtypeError(f"return value {i} has dtype {value.dtype}", core=sig.core)
+        check_values(sig, values, device)
         returns = [recorder.node_of(v) for v in values]
         grads: list[fx.Node | None] = []
         cotangents: list[fx.Node | None] = [None] * len(values)
         if vjp:
             grads = recorder.differentiate(values, operands, cotangents)
+            recorder.raise_refusals()
     recorder.graph.output((returns, grads))
     operand_nodes = list(recorder.graph.nodes)[: len(operands)]
     return Trace(recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants)

@@ -9,7 +9,9 @@ runs once per call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -287,20 +289,41 @@ def program_for(
 @contextlib.contextmanager
 def _no_side_effects(reads: Reads, sig: Signature) -> Iterator[None]:
     """Refuse a core that writes to what it reads, and undo what its traces wrote."""
-    held, rng = reads.held(), random.getstate()
+    held = reads.held()
+    generators = [(*generator, generator[1]()) for generator in _generators(reads)]
     try:
         yield
     finally:
         changed = reads.restore(held)
-        drawn = random.getstate() != rng
-        random.setstate(rng)
+        drawn = []
+        for name, get, put, before in generators:
+            if repr(get()) != repr(before):
+                drawn.append(name)
+                put(before)
     if changed:
         raise SideEffectError(
             f"changes `{changed.removeprefix('core.')}` while it runs", core=sig.core,
             hint="What changes from step to step is a state: take it as an argument and return its new value.",
         )  # fmt: skip
     if drawn:
-        raise RandomOpError("draws random numbers from Python's `random`", core=sig.core)
+        raise RandomOpError(
+            f"draws random numbers from {drawn[0]}", core=sig.core,
+            hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",
+        )  # fmt: skip
+
+
+def _generators(reads: Reads) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
+    """Sources of random numbers that a trace would freeze: name, and how to get and set the state."""
+    yield "Python's `random`", random.getstate, random.setstate
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        yield "`numpy.random`", functools.partial(numpy.get_state, legacy=False), numpy.set_state
+    for value in reads.opaque:
+        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
+        if isinstance(value, random.Random):
+            yield "a `random.Random`", value.getstate, value.setstate
+        elif bits is not None:
+            yield "a generator of numpy", functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
 
 
 def _pattern(meta: Meta | None) -> tuple | None:

@@ -75,6 +75,11 @@ def _without_gradients(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], 
     return _forward(call, _as_rows(call, tensors), save=False)
 
 
+def _savable(tensor: Tensor | None) -> Tensor | None:
+    """Autograd saves no tensor that was made in inference mode."""
+    return tensor.clone() if tensor is not None and tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
+
+
 def _not_differentiable(call: run.Call, results: Sequence[Tensor]) -> list[Tensor]:
     """Those of outputs, final states and state sequences through which no gradient flows."""
     outs, flags = call.program.num_outputs, call.program.vjp.differentiable
@@ -115,7 +120,7 @@ class _Eager(torch.autograd.Function):
         rows = _as_rows(call, tensors)
         results, checkpoints = _forward(call, rows, save=True)
         ctx.call = call
-        ctx.save_for_backward(*rows, *checkpoints)
+        ctx.save_for_backward(*map(_savable, rows), *checkpoints)
         ctx.set_materialize_grads(False)
         constant = _not_differentiable(call, results)
         if constant:

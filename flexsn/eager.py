@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .errors import OperandMutationError, StateMismatchError
+from .errors import OperandMutationError, ReturnTypeError, StateMismatchError
 from .graph import HALF
 from .run import upcast
-from .signature import Signature, check_returns, step_shape
+from .signature import Signature, broadcasts, check_returns, check_values, step_shape
 
 
 def eager_loop(
@@ -30,7 +30,8 @@ def eager_loop(
     params = [upcast(p) for p in params]
     run = _carrying_float32(core, sig) if half else core
     T = inputs[0].shape[0]
-    watched = [(n, t, t._version) for n, t in zip(sig.names, (*inputs, *states), strict=False) if t is not None and not t.is_inference()]
+    operands = zip(sig.names, (*inputs, *states, *params), strict=True)
+    watched = [(n, t, t._version) for n, t in operands if t is not None and not t.is_inference()]
     slices = zip(*(upcast(x).unbind(0) for x in inputs), strict=True) if T else [[upcast(x).new_zeros(x.shape[1:]) for x in inputs]]
     current: list[Tensor] | None = None
     outputs, trail = [], []
@@ -43,11 +44,13 @@ def eager_loop(
         _check_states(sig, before, current)
         _check_unwritten(sig, watched)
         outputs.append(returned[: len(returned) - sig.num_states])
+        _check_outputs(sig, outputs[0], outputs[-1])
         if sequences:
             trail.append(current)
         if T == 0:
             current = before
     assert current is not None
+    current = [v.clone() for v in current]  # the core may return an operand as it is
     stacked = [torch.stack(y)[:T] for y in zip(*outputs, strict=True)]
     stacked_states = [torch.stack(v)[:T] for v in zip(*trail, strict=True)]
     if dtypes is not None:
@@ -74,24 +77,31 @@ def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Ten
     shape = step_shape(sig, [x.shape for x in step])
     step_shape(sig, [t.shape if t is not None else () for t in (*step, *states)])
     current = [v if v is not None else torch.zeros(shape, dtype=step[0].dtype, device=step[0].device) for v in states]
+    first: tuple[list[Tensor], list[Tensor]] | None = None
     for _ in range(4):
         returned = check_returns(sig, core(*step, *current, *params), num_outputs)
+        check_values(sig, returned, step[0].device)
         new = returned[len(returned) - sig.num_states :]
+        first = first or (list(current), list(new))
         if all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(current, new, strict=True)):
             break
         for i, (given, before, after) in enumerate(zip(states, list(current), new, strict=True)):
             if given is None:
                 current[i] = torch.zeros(after.shape, dtype=after.dtype, device=after.device)
-            elif before.shape != after.shape and before.dtype == after.dtype and _broadcasts(before.shape, after.shape):
+            elif before.shape != after.shape and before.dtype == after.dtype and broadcasts(before.shape, after.shape):
                 current[i] = before.expand(after.shape)
+    else:
+        assert first is not None
+        _check_states(sig, *first)
     return returned, current
 
 
-def _broadcasts(small: torch.Size, large: torch.Size) -> bool:
-    try:
-        return torch.broadcast_shapes(small, large) == large
-    except RuntimeError:
-        return False
+def _check_outputs(sig: Signature, first: Sequence[Tensor], now: Sequence[Tensor]) -> None:
+    if len(first) != len(now) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(first, now, strict=True)):
+        raise ReturnTypeError(
+            f"returned {', '.join(map(_meta, first))} at the first step and {', '.join(map(_meta, now))} at a later one", core=sig.core,
+            hint="Outputs keep their number, shapes and dtypes from step to step.",
+        )  # fmt: skip
 
 
 def _check_states(sig: Signature, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:

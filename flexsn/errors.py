@@ -39,6 +39,11 @@ def _rebuild(cls, args, fields):
     return error
 
 
+# --- the call is not one ---------------------------------------------------------------------------------------------
+class ArgumentError(FlexSNError, TypeError, ValueError):
+    """An argument of flexsn's own has a value that it does not take (`step_mode="multi"`, a core that is not callable)."""
+
+
 # --- the call does not fit the core -------------------------------------------------------------------------------
 class OperandCountError(FlexSNError, ValueError):
     """The core was given more or fewer inputs, states or params than it takes."""
@@ -139,6 +144,10 @@ class InPlaceError(CannotFuseError):
 
 class ParamGradientError(CannotFuseError):
     """The gradient of a param passes a non-linear function of the per-step cotangent, so it cannot be summed first."""
+
+
+class UnsupportedValueError(CannotFuseError):
+    """The core meets a tensor on its way that no kernel takes (complex, sparse, of a class that overrides operators)."""
 
 
 # --- the machine cannot do it ---------------------------------------------------------------------------------------

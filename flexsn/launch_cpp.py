@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .errors import BackendUnavailableError, BuildError
+from .memory import addresses
 from .plan import Plan
 
 HEADERS = Path(__file__).parent / "cpp"
@@ -60,7 +61,7 @@ class Kernel:
         """Run over T steps of N neurons; arrays contiguous, in the order of `plan.arguments`, None where absent."""
         if T == 0 or N == 0:
             return
-        pointers = self._pointers(*[None if a is None else a.data_ptr() for a in arrays])
+        pointers = self._pointers(*addresses(arrays))
         tile, threads, large = self.cut(T, N)
         if self._run(pointers, self._dims(*dims), T, N, tile, threads, large):
             raise MemoryError("flexsn: no memory for the scratch rows of a tile")

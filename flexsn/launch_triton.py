@@ -27,6 +27,7 @@ from torch import Tensor
 from . import _compat
 from .errors import BackendUnavailableError, BuildError
 from .launch_cpp import cache_folder
+from .memory import addresses
 from .plan import Plan
 from .render_triton import STORAGE, kernel_name, nullable
 
@@ -147,7 +148,7 @@ class Kernel:
         if device.type != "cuda":
             self._interpret(arrays, dims, T, N, given)
             return
-        pointers = [0 if a is None else a.data_ptr() for a in arrays]
+        pointers = addresses(arrays)
         address = N
         for pointer in pointers:
             address |= pointer
@@ -237,6 +238,7 @@ class Kernel:
 
     def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int, given: int) -> None:
         block = min(128, 1 << (N - 1).bit_length())
+        addresses(arrays)
         present = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         taken = [t.float() if t.dtype is torch.bfloat16 else t for t in present]  # the interpreter rounds bfloat16 towards zero
         with _interpreter, warnings.catch_warnings():  # the interpreter's own, and NumPy's on values that GPUs take silently

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .errors import OperandTypeError
+
 LEAST = 4 << 20  # bytes of a block: smaller ones are the C library's
 MOST = min(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)
 _PAGE = 2 << 20  # blocks of whole huge pages
@@ -33,6 +35,19 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     view = memoryview(block)  # the tensor's storage holds it
     weakref.finalize(view, _give, block).atexit = False
     return torch.frombuffer(view, dtype=dtype, count=count).resize_(tuple(shape))
+
+
+def addresses(arrays: Sequence[Tensor | None]) -> list[int]:
+    """Where arrays lie; 0 for those that are absent."""
+    found = [0 if a is None else a.data_ptr() for a in arrays]
+    if 0 in found:
+        for array, address in zip(arrays, found, strict=True):
+            if array is not None and not address and array.numel():
+                raise OperandTypeError(
+                    f"a tensor of shape {list(array.shape)} has no memory: its storage was freed",
+                    hint="Whoever freed it (`untyped_storage().resize_(0)`, a sharded module outside its forward) must bring it back.",
+                )
+    return found
 
 
 def _take(size: int) -> mmap.mmap | None:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ._compat import unseen_by_dynamo
 from .dynamo import exporting, refuse_carried
-from .errors import BackendError, OperandCountError, ReturnCountError
+from .errors import ArgumentError, BackendError, OperandCountError, ReturnCountError
 from .ops import carry
 from .reads import Reads, lock, module_tensors
 from .scan import BACKENDS, compile_core, look, run_core
-from .signature import core_name, positional_names
+from .signature import check_core, core_name, not_a_tensor, positional_names
 
 Start = float | Tensor | None
 InitialStates = Sequence[Start] | Callable[..., Sequence[Start]]
@@ -75,6 +75,8 @@ class FlexSN(nn.Module):
             submodule `core`.
     """
 
+    runs_sequences = True  # no core of another
+
     def __init__(
         self,
         core: Callable[..., Any],
@@ -94,8 +96,12 @@ class FlexSN(nn.Module):
         initial_states: InitialStates | None = None,
     ):
         super().__init__()
+        check_core(core)
         if step_mode not in ("m", "s"):
-            raise ValueError(f'step_mode must be "m" (multi-step) or "s" (single-step), not {step_mode!r}')
+            raise ArgumentError(f'step_mode must be "m" (multi-step) or "s" (single-step), not {step_mode!r}', core=core_name(core))
+        for name, count in (("num_inputs", num_inputs), ("num_states", num_states), ("num_outputs", num_outputs)):
+            if not isinstance(count, (int, type(None))):
+                raise ArgumentError(f"{name} must be an int, not {type(count).__name__}", core=core_name(core))
         self.core = core
         if backend not in BACKENDS:
             raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
@@ -105,6 +111,8 @@ class FlexSN(nn.Module):
         self.num_params = len(params)
         self.params = _Tensors() if params else None
         for name, param in zip(self.param_names, params, strict=True):
+            if not isinstance(param, Tensor):
+                raise not_a_tensor(f"param `{name}`", param, core_name(core))
             self.params.register(name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
         self.num_inputs, self.num_states = self._counts(num_inputs, num_states, num_outputs, example_inputs)
         self.num_outputs = num_outputs
@@ -235,8 +243,10 @@ class FlexSN(nn.Module):
                 found.append(inputs[0].new_full((), value, dtype=dtype).expand(shape) if value else None)
         return found
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         """Run the sequence(s); see the class for shapes."""
+        if named:
+            raise OperandCountError(f"takes inputs by position, but was given {list(named)} by name", core=core_name(self.core))
         if len(inputs) != self.num_inputs:
             raise OperandCountError(
                 f"needs {self.num_inputs} inputs but was given {len(inputs)}", core=core_name(self.core),
@@ -247,6 +257,7 @@ class FlexSN(nn.Module):
         if exported and isinstance(self.states, list):
             refuse_carried(core_name(self.core))
         states = self.start_states(*inputs) if self.states is None else self.states
+        self._check_kinds(inputs, states)
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         if self.example_outputs is not None and inputs[0].shape[0] == 0:
@@ -263,6 +274,17 @@ class FlexSN(nn.Module):
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _check_kinds(self, inputs: Sequence[Any], states: Any) -> None:
+        """What `scan` cannot check, since tensors are reshaped before."""
+        for k, x in enumerate(inputs):
+            if not isinstance(x, Tensor):
+                name = (positional_names(self.core)[0][k : k + 1] or (f"arg{k}",))[0]
+                raise not_a_tensor(f"input `{name}`", x, core_name(self.core))
+        if not isinstance(states, (list, tuple)):
+            raise ArgumentError(f"`states` must be a list of tensors, not a {type(states).__name__}", core=core_name(self.core))
+        if len(states) != self.num_states:
+            raise OperandCountError(f"carries {len(states)} states, but was made for {self.num_states} states", core=core_name(self.core))
 
     def run(
         self, inputs: tuple[Tensor, ...], states: Sequence[Tensor | None], sequences: bool
@@ -362,15 +384,19 @@ class FlexSNKernel:
         return (*outputs, *(sequences or ()))
 
 
+def _neurons(model: nn.Module) -> list[FlexSN]:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"takes a module, not a {type(model).__name__}", hint="Hold the modules in a `torch.nn.ModuleList`.")
+    return [module for module in model.modules() if isinstance(module, FlexSN)]
+
+
 def reset_net(model: nn.Module) -> None:
     """Forget the states of every `FlexSN` in `model`."""
-    for module in model.modules():
-        if isinstance(module, FlexSN):
-            module.reset()
+    for neuron in _neurons(model):
+        neuron.reset()
 
 
 def detach_states(model: nn.Module) -> None:
     """Cut the graph at the carried states of every `FlexSN` in `model`: call it between pieces in truncated BPTT."""
-    for module in model.modules():
-        if isinstance(module, FlexSN):
-            module.detach_states()
+    for neuron in _neurons(model):
+        neuron.detach_states()

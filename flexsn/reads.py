@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import random
 import sys
 import threading
 import types
@@ -190,6 +191,8 @@ class _Walker:
             self.items(path, value, depth)
         elif isinstance(value, type):
             self.cls(path, value, depth)
+        elif isinstance(value, random.Random):
+            self.opaque(path, value)
         elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
             self.constants.append((path, type(value).__qualname__, value.__name__))
         elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _OPAQUE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 import re
@@ -30,12 +31,12 @@ from .errors import (
     ParamGradientError,
     RandomOpError,
     ScalarReadError,
-    UnsupportedDtypeError,
     UnsupportedOpError,
+    UnsupportedValueError,
 )
 from .lower import RULES
 from .places import INTERNAL, in_subpackage, replayed
-from .signature import DTYPES, Signature
+from .signature import DTYPES, Signature, dtype_hint, not_dense
 
 aten = torch.ops.aten
 
@@ -67,8 +68,23 @@ _LAYOUT = {
     "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
 }  # fmt: skip
 
-_VALUE_READS = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__"}
+_VALUE_READS = {
+    "item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__", "__repr__",
+}  # fmt: skip
+_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
+
+
+def run_refusing(core: Callable, operands: list[Tensor], recorder: Recorder) -> Any:
+    """`run_core`, but no refusal is lost in a `try` of the core."""
+    try:
+        returned = run_core(core, operands)
+    except Exception as error:
+        if recorder.refused in (None, error):
+            raise
+        raise recorder.refused from error
+    recorder.raise_refusals()
+    return returned
 
 
 def run_core(core: Callable, operands: list[Tensor]) -> Any:  # a frame of its own: where the user's frames begin
@@ -85,7 +101,11 @@ class ValueReads(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name in _VALUE_READS and args and isinstance(args[0], Tensor):
-            self.recorder.refuse_read(name, args[0])
+            with self.recorder.remembering():
+                self.recorder.refuse_read(name, args[0])
+        if func in _AUTOGRAD:
+            with self.recorder.remembering():
+                return self.recorder.differentiating(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -103,7 +123,8 @@ class Recorder(TorchDispatchMode):
         self.captured_tensors: dict[str, Tensor] = {}
         self.constants: dict[str, Tensor] = {}
         self.operand_names: dict[fx.Node, str] = {}
-        self.error: FlexSNError | None = None
+        self.error: FlexSNError | None = None  # to be raised after the core ran
+        self.refused: FlexSNError | None = None  # was raised inside the core, which may have caught it
         self.user_op: Any = None  # the op the user wrote, while it is being decomposed
         self.user_line: str | None = None
         self.in_backward = False
@@ -128,9 +149,15 @@ class Recorder(TorchDispatchMode):
         _, path = self.real.get(id(tensor), (tensor, None))
         if path is None:
             return self.unnamed(tensor)
+        if refusal := not_dense(tensor):
+            raise UnsupportedValueError(
+                f"captured tensor `{path}` must be a dense tensor, not {refusal[0]}", core=self.sig.core, line=self.line(), hint=refusal[1]
+            )
         if tensor.dtype not in DTYPES:
-            raise UnsupportedDtypeError(f"captured tensor `{path}` has dtype {tensor.dtype}", core=self.sig.core, line=self.line())
-        if tensor.device != self.device and tensor.dim():
+            raise UnsupportedValueError(
+                f"captured tensor `{path}` has dtype {tensor.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(tensor.dtype)
+            )
+        if tensor.device != self.device and (tensor.dim() or tensor.device.type != "cpu"):
             raise DeviceMismatchError(
                 f"captured tensor `{path}` is on {tensor.device} but the operands are on {self.device}",
                 core=self.sig.core,
@@ -200,6 +227,11 @@ class Recorder(TorchDispatchMode):
         return None
 
     # --- refusals -----------------------------------------------------------------------------------------------------
+    def raise_refusals(self) -> None:
+        for error in (self.refused, self.error):
+            if error is not None:
+                raise error
+
     def refuse_read(self, how: str, tensor: Tensor) -> None:
         node = self.node_of(tensor)
         what = "a time-dependent tensor" if node.meta["kind"] == "step" else f"tensor `{node.meta.get('role', node.name)}`"
@@ -215,6 +247,18 @@ class Recorder(TorchDispatchMode):
             f"`{call}` reads the value of {what} into Python, where it would be frozen into the kernel", core=self.sig.core,
             line=self.line(), hint="Keep it a tensor: 0-dimensional tensors broadcast like numbers.",
         )  # fmt: skip
+
+    def differentiating(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`torch.autograd` called by the core: operands require no grad here, whatever they do outside."""
+        try:
+            return func(*args, **kwargs)
+        except FlexSNError:
+            raise
+        except RuntimeError as error:
+            raise UnsupportedOpError(
+                f"differentiates by `{func.__name__}` inside the core: {error}", core=self.sig.core, line=self.line(),
+                hint="Write the derivative out, or put it in the backward of a `torch.autograd.Function`.",
+            ) from None  # fmt: skip
 
     def refuse_random(self, func: Any) -> None:
         raise RandomOpError(
@@ -237,8 +281,21 @@ class Recorder(TorchDispatchMode):
         self.error = self.error or error
 
     # --- the dispatcher calls here for every op -----------------------------------------------------------------------
+    @contextlib.contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Keep the first refusal; what PyTorch itself would raise the core may catch."""
+        try:
+            yield
+        except FlexSNError as error:
+            if not isinstance(error, CoreError) and self.user_op is None:
+                self.refused = self.refused or error
+            raise
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        with self.remembering():
+            return self.handle(func, args, kwargs or {})
+
+    def handle(self, func, args, kwargs):
         name = func._schema.name
         if func.namespace == "prim" or name in _METADATA:
             return func(*args, **kwargs)
@@ -325,6 +382,11 @@ class Recorder(TorchDispatchMode):
         try:
             with self:
                 return rule(*args, **kwargs)
+        except InPlaceError:
+            if outer is not None:
+                raise
+            message = f"`{_name(func)}` has no rule in the closed op set"
+            raise UnsupportedOpError(message, core=self.sig.core, line=self.user_line) from None
         finally:
             if outer is None:
                 self.user_op, self.user_line = None, None
@@ -346,7 +408,7 @@ class Recorder(TorchDispatchMode):
                 hint="What changes from step to step is a state: take it as an argument and return its new value.",
             )  # fmt: skip
         shared = sum(n is node for _, n in self.tracked.values()) > 1
-        if target._is_view() or (shared and not self.vjp):
+        if target._is_view() or (shared and not self.vjp) or (self.user_op is not None and self.aliased(target)):
             raise InPlaceError(
                 f"`{_name(func)}` writes into a tensor that has views", core=self.sig.core, line=self.line(),
                 hint="Use the form without the underscore.",
@@ -366,12 +428,22 @@ class Recorder(TorchDispatchMode):
             del self.tracked[id(result)]  # nobody else holds it: it is no view of the target
         return target
 
+    def aliased(self, target: Tensor) -> bool:
+        """Whether another tensor shares the memory of `target`; below autograd views do not say what they are."""
+        memory = _compat.memory_of(target)
+        others = [t for t, _ in self.tracked.values() if t is not target and isinstance(t, _compat.FakeTensor)]
+        return any(_compat.memory_of(t) == memory for t in others)
+
     def add(self, func, args, kwargs, kind: str, nodes: list[fx.Node]):
         val = self.evaluate(func, args, kwargs)
         if isinstance(val, Tensor) and any(val is a for a in _tensors((args, kwargs))):
             return val
         node = self.graph.create_node("call_function", func, _map(args, self.node_of), _map(kwargs, self.node_of))
         node.meta.update(kind=kind, val=val, line=self.line())
+        if kind == "step" and isinstance(val, Tensor) and val.dtype not in DTYPES:
+            self.error = self.error or UnsupportedValueError(
+                f"`{_name(self.user_op or func)}` gives a {val.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(val.dtype)
+            )
         if isinstance(val, (tuple, list)):
             for i, part in enumerate(val):
                 if isinstance(part, Tensor):
@@ -389,13 +461,19 @@ class Recorder(TorchDispatchMode):
     def evaluate(self, func, args, kwargs):
         fakes = _map((args, kwargs), lambda t: t if isinstance(t, _compat.FakeTensor) else self.node_of(t).meta["val"])
         try:
-            return func(*fakes[0], **fakes[1])
+            val = func(*fakes[0], **fakes[1])
         except _compat.DYNAMIC_SHAPE_ERRORS:
             raise NotElementwiseError(
                 f"the shape of `{_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line()
             ) from None
         except RuntimeError as error:  # what eager would say too: shapes that do not broadcast, dtypes that do not mix
             raise CoreError(f"`{_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
+        if isinstance(val, Tensor) and val.device.type == "meta" != self.device.type:
+            raise UnsupportedOpError(
+                f"`{_name(self.user_op or func)}` gives a tensor on the meta device, where it has no values", core=self.sig.core,
+                line=self.line(),
+            )  # fmt: skip
+        return val
 
     # --- the VJP ------------------------------------------------------------------------------------------------------
     def differentiate(self, values: Sequence[Tensor], operands: list[Tensor], cotangents: list[fx.Node | None]) -> list[fx.Node | None]:

@@ -26,9 +26,11 @@ from .errors import (
     OperandTypeError,
     PiecesError,
     StaleStateError,
+    UnsupportedValueError,
 )
 from .fallback import warn_once
 from .loops import scan_operator
+from .memory import addresses
 from .ops import TracedCall, choose_backend
 from .pieces import in_pieces, scan_pieces
 from .reads import Reads
@@ -200,6 +202,7 @@ def run_core(
     if key is None and sharding.any_dtensor(tensors):
         sharding.ready()
         sharding.check_layouts(sig, inputs, states, (*params, *captured.values()))
+    _refuse_freed(sig, (*sig.names, *captured), tensors)
     _refuse_stale(sig, inputs, states)
     if backend != "torch":
         try:
@@ -284,6 +287,7 @@ def prepare(
 ) -> run.Call:
     """Find or make the program for a call."""
     tensors = (*inputs, *states, *params, *captured.values())
+    _refuse_overriding(sig, (*sig.names, *captured), tensors)
     traced = _compat.transformed() or not all(t is None or _compat.is_plain(t) for t in tensors)
     device = inputs[0].device
     name = choose_backend(backend, device, sig.core, traced=traced)
@@ -303,6 +307,26 @@ def prepare(
             program.differentiate(core, captured)
     kind = TracedCall if backend == "hop" else run.Call
     return kind(program, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
+
+
+def _refuse_overriding(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """A kernel does what PyTorch's operators mean, not what a class makes of them."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if type(tensor) not in (*_PLAIN, type(None)) and _compat.overrides_operators(type(tensor)):
+            raise UnsupportedValueError(
+                f"`{name}` is a {type(tensor).__name__}, a class that overrides operators of PyTorch", core=sig.core,
+                hint="Pass `tensor.as_subclass(torch.Tensor)`.",
+            )  # fmt: skip
+
+
+def _refuse_freed(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """PyTorch itself crashes on a tensor whose storage was freed."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None and type(tensor) in _PLAIN and _compat.is_plain(tensor) and _compat.has_pointer(tensor):
+            try:
+                addresses([tensor])
+            except OperandTypeError as error:
+                raise OperandTypeError(f"`{name}` has no memory: its storage was freed", core=sig.core, hint=error.hint) from None
 
 
 def _may_need_grad(tensor: Tensor | None) -> bool:

@@ -6,11 +6,13 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import (
+    ArgumentError,
     DeviceMismatchError,
     OperandCountError,
     OperandTypeError,
@@ -57,20 +59,47 @@ def core_name(core: Callable) -> str:
     return getattr(core, "__name__", None) or type(core).__name__
 
 
-def positional_names(core: Callable) -> tuple[tuple[str, ...], int, bool]:
-    """Names of the positional parameters, how many of them lack a default, and whether `*args` follows."""
+def _parameters(core: Callable) -> list[inspect.Parameter] | None:
     target = core.forward if isinstance(core, torch.nn.Module) else core
     try:
-        parameters = inspect.signature(target).parameters.values()
+        return list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature takes whatever it takes
+        return None
+
+
+def positional_names(core: Callable) -> tuple[tuple[str, ...], int, bool]:
+    """Names of the positional parameters, how many of them lack a default, and whether `*args` follows."""
+    parameters = _parameters(core)
+    if parameters is None:
         return (), 0, True
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = sum(p.default is p.empty for p in positional)
     return tuple(p.name for p in positional), required, any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
+def check_core(core: Any) -> None:
+    """A core can be called with one step."""
+    if not callable(core):
+        raise ArgumentError(f"the core must be callable, not {type(core).__name__}", hint="Pass a function of one time step.")
+    if isinstance(core, type) and issubclass(core, torch.nn.Module):
+        raise ArgumentError("is a class, not a module", core=core_name(core), hint=f"Pass an instance: `{core_name(core)}()`.")
+    if getattr(type(core), "runs_sequences", False):
+        raise ArgumentError("is a FlexSN; a core is a function of one step", core=core_name(core), hint="Pass `neuron.core`.")
+
+
+def _check_keyword_only(core: Callable) -> None:
+    missing = [f"`{p.name}`" for p in _parameters(core) or () if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if missing:
+        raise OperandCountError(
+            f"has keyword-only arguments without a default: {', '.join(missing)}", core=core_name(core),
+            hint="Operands are passed by position; bind the others with `functools.partial`.",
+        )  # fmt: skip
+
+
 def make_signature(core: Callable, num_inputs: int, num_states: int, num_params: int) -> Signature:
     """The signature of one call; raises `OperandCountError` where the core cannot take that many operands."""
+    check_core(core)
+    _check_keyword_only(core)
     names, required, open_ended = positional_names(core)
     given = num_inputs + num_states + num_params
     if num_inputs < 1:
@@ -94,14 +123,12 @@ def check_operands(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Te
     device = inputs[0].device if isinstance(inputs[0], Tensor) else None
     for kind, name, tensor in kinds:
         if not isinstance(tensor, Tensor):
-            raise OperandTypeError(f"{kind} `{name}` must be a tensor, not {type(tensor).__name__}", core=sig.core)
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            raise OperandTypeError(
-                f"{kind} `{name}` must be a dense tensor, not {tensor.layout}", core=sig.core, hint="Call `.to_dense()` on it first."
-            )
+            raise not_a_tensor(f"{kind} `{name}`", tensor, sig.core)
+        if refusal := not_dense(tensor):
+            raise OperandTypeError(f"{kind} `{name}` must be a dense tensor, not {refusal[0]}", core=sig.core, hint=refusal[1])
         if tensor.dtype not in DTYPES:
-            raise UnsupportedDtypeError(f"{kind} `{name}` has dtype {tensor.dtype}", core=sig.core)
-        if tensor.device != device and not (kind == "param" and tensor.dim() == 0):
+            raise UnsupportedDtypeError(f"{kind} `{name}` has dtype {tensor.dtype}", core=sig.core, hint=dtype_hint(tensor.dtype))
+        if tensor.device != device and not (kind == "param" and tensor.dim() == 0 and tensor.device.type == "cpu"):
             raise DeviceMismatchError(f"{kind} `{name}` is on {tensor.device} but input `{sig.names[0]}` is on {device}", core=sig.core)
     for name, x in zip(sig.input_names, inputs, strict=True):
         if x.dim() == 0:
@@ -110,6 +137,14 @@ def check_operands(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Te
             lengths = ", ".join(f"`{n}` has T = {t.shape[0]}" for n, t in zip(sig.input_names, inputs, strict=True))
             raise SequenceLengthError(f"input sequences differ in T (dimension 0): {lengths}", core=sig.core)
     return inputs[0].shape[0]
+
+
+def broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
+    """Whether `small` broadcasts to `large` and not further."""
+    try:
+        return tuple(torch.broadcast_shapes(tuple(small), tuple(large))) == tuple(large)
+    except RuntimeError:
+        return False
 
 
 def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -124,17 +159,54 @@ def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, 
         ) from None  # fmt: skip
 
 
+_RETURN = "End the core with `return *outputs, *new_states`."
+_AS_TENSOR = "Make it a tensor: `torch.as_tensor(value)`."
+
+
+def not_a_tensor(what: str, value: Any, core: str) -> OperandTypeError:
+    hint = "Only states may be None: zeros." if value is None else _AS_TENSOR
+    return OperandTypeError(f"{what} must be a tensor, not {type(value).__name__}", core=core, hint=hint)
+
+
+def not_dense(tensor: Tensor) -> tuple[str, str] | None:
+    """What a tensor is that is not dense memory of numbers, and what to do about it."""
+    if tensor.is_nested:
+        return "a nested one", "Pad it: `torch.nested.to_padded_tensor(tensor, 0.0)`."
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout), "Call `.to_dense()` on it first."
+    if tensor.is_quantized:
+        return "a quantised one", "Call `.dequantize()` on it first."
+    return None
+
+
+def dtype_hint(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "Pass real and imaginary parts as two real tensors."
+    return f"Convert it to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}."
+
+
+def check_values(sig: Signature, values: Sequence[Tensor], device: torch.device) -> None:
+    """What the core returned are dense, real tensors on the device of its operands."""
+    for i, value in enumerate(values):
+        if refusal := not_dense(value):
+            raise ReturnTypeError(f"return value {i} must be a dense tensor, not {refusal[0]}", core=sig.core, hint=refusal[1])
+        if value.dtype not in DTYPES:
+            raise UnsupportedDtypeError(f"return value {i} has dtype {value.dtype}", core=sig.core, hint=dtype_hint(value.dtype))
+        if value.device != device and not (value.dim() == 0 and value.device.type == "cpu"):
+            raise DeviceMismatchError(f"return value {i} is on {value.device} but the operands are on {device}", core=sig.core)
+
+
 def check_returns(sig: Signature, returned, num_outputs: int | None) -> tuple[Tensor, ...]:
     """What the core returned, as a tuple of outputs + states."""
     values = (returned,) if isinstance(returned, Tensor) else returned
     if not isinstance(values, (tuple, list)):
-        raise ReturnTypeError(
-            f"returned {type(returned).__name__}, not a tensor or a tuple of tensors", core=sig.core,
-            hint="End the core with `return *outputs, *new_states`.",
-        )  # fmt: skip
+        if inspect.iscoroutine(returned):
+            returned.close()  # nobody will await it
+        raise ReturnTypeError(f"returned {type(returned).__name__}, not a tensor or a tuple of tensors", core=sig.core, hint=_RETURN)
     for i, value in enumerate(values):
         if not isinstance(value, Tensor):
-            raise ReturnTypeError(f"return value {i} is {type(value).__name__}, not a tensor", core=sig.core)
+            hint = _RETURN if isinstance(value, (tuple, list, dict, type(None))) else _AS_TENSOR
+            raise ReturnTypeError(f"return value {i} is {type(value).__name__}, not a tensor", core=sig.core, hint=hint)
     expected = None if num_outputs is None else num_outputs + sig.num_states
     if len(values) < sig.num_states or (expected is not None and len(values) != expected):
         wanted = f"{num_outputs} outputs + " if num_outputs is not None else ""

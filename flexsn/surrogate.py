@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import OperandTypeError
+
 __all__ = [
     "LSO", "SFS", "SSO", "atan", "custom_surrogate", "deterministic_pass", "erf", "fake_numerical_gradient", "fast_sigmoid", "gaussian",
     "heaviside", "leaky_k_relu", "log_tailed_relu", "multi_level_spike_count", "nonzero_sign_log_abs", "piecewise_exp",
@@ -96,7 +98,10 @@ def _surrogate(function: Callable[..., Tensor]) -> Callable[..., Any]:
         if x is None:
             return functools.partial(spike, **settings)
         if not isinstance(x, Tensor):
-            raise TypeError(f"{function.__name__} takes a tensor first, not {x!r}; settings go by name, as in atan(alpha=3.0)")
+            raise OperandTypeError(
+                f"the surrogate {function.__name__} takes a tensor first, not {type(x).__name__}",
+                hint="Make it a tensor, `torch.as_tensor(value)`; settings go by name, as in `atan(alpha=3.0)`.",
+            )
         return function(x, *args, **settings)
 
     return spike

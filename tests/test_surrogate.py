@@ -240,7 +240,7 @@ def test_settings_by_name_give_a_spike_function():
     steep = surrogate.atan(alpha=3.0, inclusive=False)
     assert torch.equal(gradient(steep, X), gradient(surrogate.atan, X, 3.0)) and steep(torch.zeros(1)) == 0
     assert surrogate.atan()(torch.zeros(1)) == 1
-    with pytest.raises(TypeError, match=r"takes a tensor first, not 3\.0; settings go by name"):
+    with pytest.raises(TypeError, match="takes a tensor first, not float"):
         surrogate.atan(3.0)
 
 

@@ -232,12 +232,12 @@ class SpikingJellyNeuron(Swapped):
             like = next(v for v in carried if isinstance(v, Tensor))
             self.states = [v if isinstance(v, Tensor) else torch.full_like(like, v) for v in carried]
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         x = inputs[0] if self.step_mode == "s" else inputs[0][0]
         if self.states is not None and self.fitting(x, self.states) is None:
             self.reset()
         earlier = self.v_seq if self.step_mode == "s" else None
-        outputs = super().forward(*inputs)
+        outputs = super().forward(*inputs, **named)
         if earlier is not None and self.state_seqs:  # single steps add up until reset()
             k = self.state_names.index("v")
             self.state_seqs[k] = torch.cat([earlier, self.state_seqs[k]])
@@ -266,12 +266,12 @@ class SpikingJellyNeuron(Swapped):
 class GatedNeuron(SpikingJellyNeuron):
     """`[T, B, C, H, W]` with the node's own `T`; the spike of the step before is not carried from call to call."""
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         if self.states is not None:
             self._carry([self.states[0], torch.zeros_like(self.states[0])], None)
         conduct = self.core.conduct  # type: ignore[attr-defined]  # the core is a GatedLIF
         steps = conduct.view(conduct.shape[0], 1, -1, 1, 1).sigmoid()
-        return super().forward(inputs[0][: conduct.shape[0]], steps)
+        return super().forward(inputs[0][: conduct.shape[0]], steps, **named)
 
 
 def is_neuron(module: nn.Module) -> bool:
