@@ -246,7 +246,7 @@ def main() -> int:
         rows.append(measure(name, options.samples))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     if options.write:
-        write(f"{provenance('python tools/ulp_table.py --write')}\n\n{table(rows)}")
+        write(f"{provenance(f'python tools/ulp_table.py --write --samples {options.samples}')}\n\n{table(rows)}")
     over = [r.name for r in rows if not r.holds()]
     print(f"{time.perf_counter() - start:.0f} s; over their bounds: {', '.join(over) or 'none'}", file=sys.stderr)
     return 1 if over else 0
