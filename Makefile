@@ -3,9 +3,11 @@
 #   PYTHON=python3.12         another interpreter (remove .venv first)
 #   TORCH_INDEX_URL=<url>     where to take PyTorch from: its CPU index, if the default one serves CUDA builds
 #   JOBS=2                    processes that run tests
+#   CASES=500 SEED=7          of `make fuzz`: how many cores, and which
 
 PYTHON ?= python3
 JOBS ?= 2
+CASES ?= 10000
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 READY := .venv/.ready
@@ -13,7 +15,7 @@ BENCH_READY := .bench-venv/.ready
 DOCS_READY := .docs-venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test test-slow test-full lint format docs docs-check bench bench-gpu clean
+.PHONY: help demo examples test test-slow test-full fuzz lint format docs docs-check bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -51,6 +53,9 @@ test-slow: $(READY) ## the slow tests alone
 
 test-full: $(READY) ## the tests and the slow tests
 	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+fuzz: $(READY) ## 10,000 random cores against the eager loop (an hour): CASES=500 fewer, SEED=7 the same again
+	$(BIN)/python tools/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY) ## style (ruff) and types (mypy)
 	$(BIN)/ruff check .

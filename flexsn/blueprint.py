@@ -108,8 +108,11 @@ def draw(
     seen, forward = _settle(record, sig, metas, num_outputs)
     ins, returns = sig.num_inputs + sig.num_states, forward.metas()
     step = _step_of(sig, seen[:ins], returns)
-    if _computed(sig, seen, step) != seen:
-        forward = _record_as_computed(record, sig, _computed(sig, seen, step), step)
+    computed = _computed(sig, seen, step)
+    if computed != seen:
+        forward = _record_as_computed(record, sig, computed, step)
+        if step and any(not m.shape for m in seen[:ins]) and len({m.dtype for m in seen}) > 1:
+            _check_promotion(record, sig, seen, computed, forward)
     made = Blueprint(sig, seen, tuple(returns[: len(returns) - sig.num_states]), step, frozenset(), forward, captured=tuple(captured))
     made.free_dims = _free_dims(record, made, captured)
     return made
@@ -171,6 +174,25 @@ def _record_as_computed(record: Record, sig: Signature, metas: list[Meta], step:
             f"runs on its operands as they are, but not on operands of the step shape {list(step)}: {error.reason}",
             core=sig.core, line=error.line, hint="Give all inputs and states the same step shape.",
         ) from None  # fmt: skip
+
+
+def _check_promotion(record: Record, sig: Signature, seen: Sequence[Meta], computed: Sequence[Meta], forward: Trace) -> None:
+    """A tensor without dims gives way in type promotion, and a row of neurons does not: the dtypes must be the same for both."""
+    given = _dtypes(record(metas=[Meta(m.shape, c.dtype) for m, c in zip(seen, computed, strict=True)], vjp=False))
+    wide = _dtypes(forward)
+    if set(given) == set(wide) and (given == wide or len(given) != len(wide)):
+        return
+    raise UnsupportedOpError(
+        "computes in other dtypes on an operand without dims than on the same numbers in a row", core=sig.core,
+        hint="Type promotion ranks a tensor without dims lower: give all inputs and states the same step shape, or convert one of them.",
+    )  # fmt: skip
+
+
+def _dtypes(recorded: Trace) -> list[torch.dtype]:
+    """Dtypes of all values that are computed, in order, without what only moves them."""
+    moves = ("aten::expand", "aten::view", "aten::detach", "aten::alias", "aten::full")
+    nodes = [n for n in recorded.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
+    return [n.meta["val"].dtype for n in nodes if getattr(getattr(n.target, "_schema", None), "name", "") not in moves]
 
 
 def _free_dims(record: Record, made: Blueprint, captured: dict[str, Tensor]) -> frozenset[int]:

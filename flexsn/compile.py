@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,8 +116,18 @@ class Program:
         key = (direction, *flags)
         if key not in self._kernels:
             made = self.plan_of(direction, *flags)
-            self._kernels[key] = self.backend.load(made, self.backend.render(made))
+            self._kernels[key] = self.backend.load(made, self.backend.render(made)) if made.writes else Nothing(made)
         return self._kernels[key]
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """The kernel of a plan that writes nothing: no gradient that is asked for exists."""
+
+    plan: plan.Plan
+
+    def __call__(self, *arguments: Any) -> None:
+        pass
 
 
 class Vjp:

@@ -46,11 +46,11 @@ _kernels: dict[str, Kernel] = {}
 
 
 class Kernel:
-    """A loaded library and the plan that it runs."""
+    """A loaded library and the plan that its function `symbol` runs."""
 
-    def __init__(self, plan: Plan, source: str, path: Path):
+    def __init__(self, plan: Plan, source: str, path: Path, symbol: str = "run"):
         self.plan, self.source, self.path = plan, source, path
-        self._run = ctypes.CDLL(str(path)).run
+        self._run = getattr(ctypes.CDLL(str(path)), symbol)
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
         self._step_bytes = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
         self._pointers = ctypes.c_void_p * max(1, len(plan.arguments))

@@ -164,7 +164,13 @@ _op("sigmoid", 1, torch.sigmoid, "{T}(1) / ({T}(1) + flexsn::exponential(-{0}))"
 
 # --- special functions: in C++ ATen's own scalar code ---------------------------------------------------------------------
 for _name, _eager, _aten, _call, _libdevice in (
-    ("erfinv", torch.erfinv, "erfinv.default", "calc_erfinv({0})", "libdevice.erfinv({0})"),
+    (
+        "erfinv",
+        torch.erfinv,
+        "erfinv.default",
+        "{T}(flexsn::refined_erfinv(double({0}), calc_erfinv(double({0}))))",
+        "libdevice.erfinv({0})",
+    ),
     ("digamma", torch.digamma, "digamma.default", "calc_digamma({0})", "math.digamma({0})"),
     ("erfcx", torch.special.erfcx, "special_erfcx.default", "calc_erfcx({0})", "libdevice.erfcx({0})"),
     ("ndtri", torch.special.ndtri, "special_ndtri.default", "calc_ndtri({0})", "libdevice.normcdfinv({0})"),

@@ -45,7 +45,7 @@ _UNIFORM: dict[str, Callable[[tuple, dict], Any]] = {
     "aten::zeros": lambda a, k: 0, "aten::zeros_like": lambda a, k: 0, "aten::new_zeros": lambda a, k: 0,
     "aten::ones": lambda a, k: 1, "aten::ones_like": lambda a, k: 1, "aten::new_ones": lambda a, k: 1,
     "aten::full": lambda a, k: a[1], "aten::full_like": lambda a, k: a[1], "aten::new_full": lambda a, k: a[2],
-    "aten::scalar_tensor": lambda a, k: a[0], "aten::empty_like": lambda a, k: 0, "aten::_efficientzerotensor": lambda a, k: 0,
+    "aten::scalar_tensor": lambda a, k: a[0], "aten::empty_like": lambda a, k: 0,
 }  # fmt: skip
 
 # Linear in their non-static arguments: on the way from a sum over neurons to the gradient of a param only these may
@@ -61,6 +61,7 @@ _LINEAR: dict[str, int] = {
     "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
     "aten::_weight_norm_interface_backward": 1,
 }  # fmt: skip
+_LINEAR_IN_FIRST = {"aten::div", "aten::xlogy", "aten::special_xlog1py", "aten::logit_backward"}  # and nowhere else
 
 # Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
 _LAYOUT = {
@@ -299,6 +300,8 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         if func.namespace == "prim" or name in _METADATA:
             return func(*args, **kwargs)
+        if name == "aten::_efficientzerotensor":  # ops on a tensor without memory go past this mode
+            func, name = aten.zeros.default, "aten::zeros"
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.refuse_random(func)
         if name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
@@ -321,6 +324,17 @@ class Recorder(TorchDispatchMode):
             value = _UNIFORM[name](args, kwargs)
             if isinstance(value, (int, float, bool)):
                 return self.track(val, self.uniform(val, value, "step" if "step" in kinds else "static"))
+        if name == "aten::where" and len(nodes) == 3 and all(n.meta.get("uniform") == 0 for n in nodes[1:]):  # no gradient, masked
+            val = self.evaluate(func, args, kwargs)
+            return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static"))
+        if (
+            self.in_backward
+            and kinds == {"static"}
+            and nodes[0].meta.get("uniform") == 0
+            and (_LINEAR.get(name) == 1 or "_backward" in name)
+        ):
+            val = self.evaluate(func, args, kwargs)
+            return self.track(val, self.uniform(val, 0))
         if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:  # what factory functions end with
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"]))
@@ -346,14 +360,15 @@ class Recorder(TorchDispatchMode):
 
     def reduced(self, func, args, kwargs, nodes: list[fx.Node]):
         """A sum over neurons in the backward of a param, or a linear function of one."""
-        name, limit = func._schema.name, _LINEAR.get(func._schema.name, 0)
+        name = func._schema.name
+        limit = _LINEAR.get(name, int(name in _LINEAR_IN_FIRST))
         moving = [n for n in nodes if n.meta["kind"] != "static"]
         if not limit:
             decomposed = self.decompose(func, args, kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
         condition = name in ("aten::where", "aten::masked_fill") and nodes[name == "aten::masked_fill"] in moving
-        denominator = name == "aten::div" and nodes[0] not in moving
+        denominator = name in _LINEAR_IN_FIRST and nodes[0] not in moving
         addends = {"aten::add": args[:2], "aten::sub": args[:2], "aten::cat": (args[:1] or ((),))[0], "aten::where": args[1:3],
                    "aten::masked_fill": args[2:3], "aten::scatter_add": args[:1], "aten::index_put": args[:1],
                    "aten::_unsafe_index_put": args[:1], "aten::index_add": args[:1]}.get(name, ())  # fmt: skip

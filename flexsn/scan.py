@@ -26,6 +26,7 @@ from .errors import (
     OperandTypeError,
     PiecesError,
     StaleStateError,
+    UnsupportedOpError,
     UnsupportedValueError,
 )
 from .fallback import warn_once
@@ -305,6 +306,11 @@ def prepare(
         program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
         if differentiable:
             program.differentiate(core, captured)
+    if not shapes.numel and any(torch.Size(s).numel() for s in (*shapes.outputs, *shapes.states)):
+        raise UnsupportedOpError(
+            f"returns values although the step shape {list(shapes.step)} has no elements", core=sig.core,
+            hint="Leave out the operand without elements, on which they do not depend.",
+        )  # fmt: skip
     kind = TracedCall if backend == "hop" else run.Call
     return kind(program, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
 

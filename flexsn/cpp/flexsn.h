@@ -149,6 +149,17 @@ inline float exp_float(float x) {
   const int32_t k = n == n ? int32_t(n) : 0, part = k >> 1;
   return p * bits_to_float(uint32_t(part + 127) << 23) * bits_to_float(uint32_t(k - part + 127) << 23);
 }
+// ATen's erfinv loses all digits near 1: there its value x only starts Halley's method for erfc(x) = 1 - y, which is exact.
+inline double refined_erfinv(double y, double x) {
+  const double rest = 1.0 - std::fabs(y);
+  if (!(rest > 0.0) || rest > 0.5) return x;
+  double z = std::fabs(x) < 7.0 ? std::fabs(x) : 5.0;
+  for (int i = 0; i < 5; ++i) {
+    const double error = std::erfc(z) - rest;
+    z += error / (1.12837916709551257390 * std::exp(-z * z) - z * error);
+  }
+  return std::copysign(z, y);
+}
 template <class T> inline T nextafter(T a, T b) { return std::nextafter(a, b); }
 template <class T> inline T mantissa(T x) { int e; return std::frexp(x, &e); }
 template <class T> inline int32_t exponent(T x) { int e = 0; std::frexp(x, &e); return x - x == T(0) ? e : 0; }

@@ -1,0 +1,89 @@
+"""Many C++ kernels in one library: one start of the compiler, one reading of the headers.
+
+Inside `deferred()` the backend "cpp" builds nothing: calls give what memory holds. `build()` then compiles all the kernels
+asked for, and the same calls compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexsn import launch_cpp
+from flexsn.backends import BACKENDS
+from flexsn.plan import Plan
+
+# As users get them; or fast to build: the same statements without vector loops and threads.
+AS_USERS_GET_THEM = launch_cpp._FLAGS
+FAST_BUILD = ("-std=c++17", "-O0", "-march=native", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fwrapv", "-w")
+
+
+class Deferred:
+    """A kernel that is built later; until then a call writes nothing."""
+
+    def __init__(self, plan: Plan, source: str):
+        self.plan, self.source = plan, source
+        self.kernel: launch_cpp.Kernel | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.kernel is not None:
+            self.kernel(*arguments)
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[list[Deferred]]:
+    """Collects the kernels that `backend="cpp"` would build."""
+    found: dict[str, Deferred] = {}
+    kernels: list[Deferred] = []
+
+    def load(plan: Plan, source: str) -> Deferred:
+        kernels.append(Deferred(plan, source))
+        found.setdefault(source, kernels[-1])
+        return kernels[-1]
+
+    before = BACKENDS["cpp"]
+    BACKENDS["cpp"] = dataclasses.replace(before, load=load)
+    try:
+        yield kernels
+    finally:
+        BACKENDS["cpp"] = before
+
+
+def build(kernels: Sequence[Deferred], flags: Sequence[str] = FAST_BUILD, folder: Path | None = None) -> None:
+    """One library of all the kernels; equal sources are built once."""
+    sources = {source: i for i, source in enumerate(dict.fromkeys(k.source for k in kernels))}
+    if not sources:
+        return
+    place = folder or Path(tempfile.mkdtemp(prefix="batch-", dir=launch_cpp.cache_folder()))
+    path = place / f"batch{next(_count)}.so"
+    before = launch_cpp._FLAGS
+    launch_cpp._FLAGS = tuple(flags)  # type: ignore[assignment]  # a tuple of another length
+    try:
+        launch_cpp._build(joined(list(sources)), path)
+    finally:
+        launch_cpp._FLAGS = before
+    for kernel in kernels:
+        kernel.kernel = launch_cpp.Kernel(kernel.plan, kernel.source, path, f"run_{sources[kernel.source]}")
+
+
+_count = itertools.count()
+
+
+def joined(sources: Sequence[str]) -> str:
+    """One translation unit: the tops once, every kernel in a namespace of its own, `run` renamed to `run_0`, `run_1`, ..."""
+    tops: list[str] = []
+    bodies: list[str] = []
+    for i, source in enumerate(sources):
+        lines = source.splitlines()
+        start = lines.index("using namespace flexsn;")
+        tops += [line for line in lines[:start] if not line.startswith("//")]
+        body = "\n".join(lines[start + 1 :])
+        bodies.append(f"namespace kernel_{i} {{\n{body.replace('int run(', f'int run_{i}(')}\n}}")
+    unique = list(dict.fromkeys(tops))
+    includes = [t for t in unique if t.startswith("#")]
+    return "\n".join([*includes, *(t for t in unique if t not in includes), "using namespace flexsn;", *bodies, ""])

@@ -1,0 +1,185 @@
+"""The fuzzer, for a minute: 300 cores in few libraries, some as users get them, some in Triton's interpreter. At length: `make fuzz`."""
+
+import importlib
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+
+import pytest
+import torch
+from fuzzing import batch, campaign, generate, oracle
+from fuzzing.case import Case, Line, Operand, compile_core
+from fuzzing.check import check
+from fuzzing.vocabulary import CLOSED, COMPOSITES, Word
+
+import flexsn
+from flexsn import compile as compiling
+from flexsn import render_cpp, run
+from flexsn.capture import Meta
+from flexsn.compile import program_of
+from flexsn.opset import OPS
+from flexsn.signature import make_signature
+
+SEED = 1
+decompose = importlib.import_module("flexsn.decompose")  # `flexsn.decompose` is a function
+
+
+def judged(first, last, **options):
+    report = campaign.Report()
+    for case, verdict in campaign.run([f"{SEED}/{k}" for k in range(first, last)], **options):
+        report.add(case, verdict)
+    return report
+
+
+def complaint(report):
+    return "\n\n".join(f"{case.label}: {failure}\n{case.source()}" for case, failure in report.failures)
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_random_cores_give_the_bits_of_eager(first):
+    report = judged(first, first + 100)
+    assert not report.failures, complaint(report)
+    assert report.verdicts["ok"] >= 90, report
+    assert len(report.ops) >= 0.9 * len(OPS)
+
+
+def test_random_cores_as_users_get_them():
+    """Vector loops and threads, in one library."""
+    report = judged(300, 320, flags=batch.AS_USERS_GET_THEM, depth=12)
+    assert not report.failures, complaint(report)
+    assert report.verdicts["ok"] >= 18, report
+
+
+def test_random_cores_in_tritons_interpreter():
+    report = judged(400, 410, backend="triton", depth=8)
+    assert not report.failures, complaint(report)
+    assert report.verdicts["ok"] >= 8, report
+
+
+# --- the generator leaves nothing out -------------------------------------------------------------------------------------
+def lowered(word: Word, dtype: torch.dtype):
+    """The closed ops of one line."""
+    names = [f"x{k}" for k in range(word.arity)]
+    text = word.text.format(*names, dtype="torch.int32")
+    core = compile_core(f"def core({', '.join(names)}):\n    return {text}\n")
+    first = torch.bool if word.name in ("where", "not") else dtype
+    metas = [Meta((5,), first), *[Meta((5,), dtype)] * (word.arity - 1)]
+    return {n.op for n in program_of("cpp", core, make_signature(core, word.arity, 0, 0), metas, torch.device("cpu"), {}).graph.nodes}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_closed_op_has_a_word_that_becomes_it(name):
+    word = CLOSED[name]
+    dtype = torch.int32 if word.kinds == "i" or name in ("and", "or", "xor", "invert") else torch.float32
+    assert name in lowered(word, dtype)
+
+
+def test_the_generator_draws_every_word_dtype_and_boundary():
+    cases = [generate.generate(f"{SEED}/{k}") for k in range(1500)]
+    ops = Counter(line.op for case in cases for line in case.lines)
+    assert set(OPS) <= set(ops)
+    texts = {line.text for case in cases for line in case.lines}
+    assert {w.text for w in COMPOSITES.values()} <= texts
+    assert {o.values.dtype for c in cases for o in c.operands if o.values is not None} == set(flexsn.signature.DTYPES)
+    assert {c.T for c in cases} == set(generate.T_VALUES)
+    assert {o.layout for c in cases for o in c.operands} == {"plain", "transposed", "every other", "shifted", "expanded"}
+    assert max(len(c.lines) for c in cases) >= 24
+    assert all(len(part) == n for part, n in (({len(c.inputs) for c in cases}, 4), ({len(c.states) for c in cases}, 5)))
+
+
+def test_a_label_says_everything():
+    first, second = generate.generate("7/3"), generate.generate("7/3")
+    assert first.source() == second.source() and first.label == "7/3"
+    assert [
+        o.tensor().equal(p.tensor())
+        for o, p in zip(first.operands, second.operands, strict=True)
+        if o.values is not None and not o.values.isnan().any()
+    ]
+
+
+# --- the fuzzer finds faults ------------------------------------------------------------------------------------------------
+def small_case(text, op=None, dtype=torch.float32, values=None):
+    x = Operand("x0", torch.randn(17, 65, dtype=dtype) if values is None else values, grad=dtype.is_floating_point)
+    v = Operand("v0", torch.randn(65, dtype=dtype), grad=dtype.is_floating_point)
+    lines = (Line("t0", "{0} * 0.5 + {1}", ("v0", "x0")), Line("t1", text, ("t0",), op), Line("t2", "{0} - {1}", ("t1", "x0")))
+    return Case("made by hand", (x,), (v,), (), lines, ("t2",), ("t1",), (True, True))
+
+
+def fault_in_an_op(monkeypatch):
+    monkeypatch.setitem(OPS, "floor", OPS["floor"].__class__(**{**OPS["floor"].__dict__, "cpp": "flexsn::trunc({0})"}))
+    return small_case("{0}.floor()"), "forward"
+
+
+def fault_in_a_function(monkeypatch):
+    monkeypatch.setitem(OPS, "tanh", OPS["tanh"].__class__(**{**OPS["tanh"].__dict__, "cpp": "flexsn::tanh({0}) * {T}(1.000002)"}))
+    oracle._singles.cache_clear()
+    oracle._single.cache_clear()
+    return small_case("{0}.tanh()"), "op"
+
+
+def fault_at_a_checkpoint(monkeypatch):
+    plain = render_cpp.render
+    from flexsn.backends import BACKENDS
+
+    changed = BACKENDS["cpp"].__class__(
+        **{**BACKENDS["cpp"].__dict__, "render": lambda plan: plain(plan).replace("(start / K - 1) * N", "0 * N")}
+    )
+    monkeypatch.setitem(BACKENDS, "cpp", changed)
+    case = small_case("{0}.tanh()")
+    return case.change(inputs=(Operand("x0", torch.randn(49, 65), grad=True),)), "gradient"
+
+
+def fault_in_a_derivative(monkeypatch):
+    tanh = torch.ops.aten.tanh_backward.default
+    rule = decompose._OWN[tanh]
+    monkeypatch.setitem(decompose._OWN, tanh, lambda grad, y: rule(grad, y) * 1.0001)
+    decompose.decomposition.cache_clear()
+    return small_case("{0}.tanh()"), "gradient"
+
+
+def fault_in_strides(monkeypatch):
+    monkeypatch.setattr(run, "rows", lambda tensor, step, leading: tensor.expand(*tensor.shape[:leading], *step))
+    case = small_case("{0}.relu()")
+    return case.change(inputs=(Operand("x0", torch.randn(17, 65), "every other", grad=True),)), "forward"
+
+
+FAULTS = [
+    fault_in_an_op,
+    fault_in_a_function,
+    fault_at_a_checkpoint,
+    fault_in_a_derivative,
+    fault_in_strides,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__.replace("_", " "))
+def test_a_fault_is_found(fault, monkeypatch):
+    for cache in ("_exact", "_by_layout", "_refused"):  # the same core without the fault, or with another
+        monkeypatch.setattr(compiling, cache, OrderedDict())
+    case, kind = fault(monkeypatch)
+    campaign.build([case], batch.FAST_BUILD)
+    found = check(case)
+    for cached in (oracle._singles, oracle._single, decompose.decomposition):
+        cached.cache_clear()
+    assert found is not None and found.kind == kind, found
+
+
+def test_a_failure_shrinks_to_a_program_that_shows_it(monkeypatch, tmp_path):
+    """A fault in one op, in a long core with many operands: one line is left, and the program runs."""
+    monkeypatch.setitem(OPS, "floor", OPS["floor"].__class__(**{**OPS["floor"].__dict__, "cpp": "flexsn::trunc({0})"}))
+    labels = (f"{SEED}/{k}" for k in range(1000))
+    case = next(c for c in map(generate.generate, labels) if "floor" in {line.op for line in c.lines} and len(c.lines) > 8 and faulty(c))
+    small = campaign.smallest(case, check(case), seconds=60)
+    assert len(small.lines) <= 4 and small.T <= 2 and len(small.operands) <= 2
+    assert sum(o.values.numel() for o in small.operands if o.values is not None) <= 4
+    script = tmp_path / "small.py"
+    script.write_text(small.script("cpp"))
+    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "torch\n" in said.stdout and "cpp\n" in said.stdout and "floor" in script.read_text()
+
+
+def faulty(case):
+    campaign.build([case], batch.FAST_BUILD)
+    failure = check(case)
+    return failure is not None and failure.kind == "forward"

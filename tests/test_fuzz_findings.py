@@ -1,0 +1,59 @@
+"""What the fuzzer found in flexsn, each the smallest core that showed it."""
+
+import pytest
+import torch
+from helpers import check, evaluate
+
+import flexsn
+from flexsn.errors import UnsupportedOpError
+
+
+def test_a_backward_in_which_nothing_needs_a_gradient_builds():
+    x, p = torch.randn(3, 5, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    (y,), _ = flexsn.scan(lambda x, p, q: q * 2.0, [x], [], [p, torch.randn(5)], backend="cpp")
+    grads = torch.autograd.grad(y, [x, p], torch.ones_like(y), allow_unused=True)
+    assert all(g is None or not g.any() for g in grads)
+
+
+def test_the_gradient_of_a_sign_of_a_computed_value():
+    """`sgn` has a gradient without memory, on which ops go past the recorder."""
+    check(lambda x: x.abs().sgn() + x, [torch.randn(3, 5, dtype=torch.float64)])
+    check(lambda x: x * x.sgn(), [torch.randn(3, 5)])
+
+
+def test_a_param_whose_gradient_is_zero_by_construction():
+    """`copysign` gives its second argument zeros, which other functions of params pass on."""
+
+    def core(x, p):
+        sign = torch.nn.functional.silu(-p)
+        return torch.copysign(x, torch.where(sign == sign, sign, 1.0)) + x * p
+
+    def selected(x, p):
+        return torch.copysign(torch.where(p == p, p, 1.0), torch.where(p == p, p, 1.0)) + x
+
+    for c in (core, selected):
+        check(c, [torch.randn(3, 5)], params=[torch.tensor([0.7])])
+
+
+def test_an_input_without_dims_that_gives_way_in_type_promotion():
+    """In eager int32 without dims beside uint8 is computed in uint8, in rows it would be int32."""
+    numbers, rows = torch.tensor([300, 7], dtype=torch.int32), torch.arange(10, dtype=torch.uint8).view(2, 5)
+
+    def core(a, b):
+        return (a + b).to(torch.float32)
+
+    with pytest.raises(UnsupportedOpError, match="other dtypes on an operand without dims"):
+        flexsn.scan(core, [numbers, rows], backend="cpp")
+    with pytest.warns(flexsn.errors.FallbackWarning):
+        got = flexsn.scan(core, [numbers, rows]).outputs[0]
+    assert got.equal(torch.stack([core(a, b) for a, b in zip(numbers, rows, strict=True)]))
+    check(lambda a, b: a.to(torch.uint8) + b, [numbers, rows])
+    check(lambda a, b: a * b, [torch.randn(2), torch.randn(2, 5)])
+
+
+def test_values_beside_a_step_without_elements():
+    empty, full = torch.randn(3, 2, 0), torch.randn(3, 2, 1)
+    with pytest.raises(UnsupportedOpError, match="has no elements"):
+        flexsn.scan(lambda a, b: (a * 2, b * 2), [empty, full], backend="cpp")
+    values, _ = evaluate(lambda a, b: (a * 2, a + b), [empty, full], backend="cpp")
+    assert values["output 1"].shape == (3, 2, 0)
