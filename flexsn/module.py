@@ -69,6 +69,8 @@ class FlexSN(nn.Module):
             submodule `core`.
     """
 
+    unread = frozenset({"_reads", "_names", "_origin", "captured"})  # attributes that no core means, should one lead here
+
     def __init__(
         self,
         core: Callable[..., Any],

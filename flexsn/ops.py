@@ -8,7 +8,6 @@ Prologue, epilogue and narrowing are ordinary ops around them (`run.py`), which 
 from __future__ import annotations
 
 import functools
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from .blueprint import Blueprint
 from .compile import Program
 from .errors import BackendError, BackendUnavailableError
 from .plan import Plan
+from .reads import lock
 from .run import Call, Launch, arrays_of
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
@@ -40,7 +40,6 @@ LIBRARY.define(
 
 # --- programs by their text ---------------------------------------------------------------------------------------------------
 _CACHE_SIZE = 512
-_lock = threading.RLock()
 _programs: OrderedDict[tuple[str, str, torch.device], Program] = OrderedDict()
 _launches: OrderedDict[tuple, Launch] = OrderedDict()
 
@@ -64,7 +63,7 @@ def choose_backend(wanted: str, device: torch.device, core: str, *, traced: bool
 def program_from(program: str, device: torch.device, backend: str | None = None) -> Program:
     """The program that a text describes, for operands on `device` (by default by the device's backend)."""
     key = (program, backend or backend_of(device), device)
-    with _lock:
+    with lock:
         if key not in _programs:
             with _compat.no_modes():
                 _programs[key] = Program(key[1], text.read(program, device), device)
@@ -98,7 +97,7 @@ def _launch(
     launch = _launches.get(key)
     if launch is None:
         launch = Launch(program_from(program, device).kernel(direction, *flags), T, step, checkpoints, roles)
-        with _lock:
+        with lock:
             _launches[key] = launch
             _trim(_launches)
     return launch
@@ -241,7 +240,7 @@ class OperatorLaunch:
         self.call, self.direction, self.flags = call, direction, flags
         self.given = [r for r in roles if r[0] == "g"]
         self.program = text_of(call.program.blueprint, vjp=direction == "backward")
-        with _lock:  # here the text need not be read
+        with lock:  # here the text need not be read
             _programs.setdefault((self.program, backend_of(call.device), call.device), call.program)
         self.writes = call.program.plan_of(direction, *flags).writes
         self.roles = [a.role for a in self.writes]
