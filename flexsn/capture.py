@@ -79,6 +79,14 @@ def _undisturbed() -> Iterator[None]:
         torch.autograd.set_detect_anomaly(anomaly, torch.is_anomaly_check_nan_enabled())
 
 
+def _let_go(graph: fx.Graph) -> None:
+    """The values of a trace forget autograd's graph, which holds the captured tensors of the caller."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.requires_grad:
+            node.meta["val"] = value.detach()
+
+
 def trace(
     core: Callable, sig: Signature, metas: Sequence[Meta], device: torch.device, captured: dict[str, Tensor], *, vjp: bool,
     num_outputs: int | None = None,
@@ -115,6 +123,7 @@ def trace(
         cotangents: list[fx.Node | None] = [None] * len(values)
         if vjp:
             grads = recorder.differentiate(values, operands, cotangents)
+            _let_go(recorder.graph)
     recorder.graph.output((returns, grads))
     operand_nodes = list(recorder.graph.nodes)[: len(operands)]
     return Trace(recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants)

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from . import launch_cache, launch_compiler
 from .errors import BuildError
+from .forks import num_threads
 from .launch_compiler import compiler
 from .plan import Plan
 
-__all__ = ["HEADERS", "Kernel", "check_device", "compiler", "load", "num_threads", "tile_length"]
+__all__ = ["HEADERS", "Kernel", "check_device", "compiler", "load", "tile_length"]
 
 HEADERS = Path(__file__).parent / "cpp"
 _TORCH = Path(torch.__file__).parent
@@ -114,22 +115,14 @@ def _entry_point(path: Path, owner: object | None) -> ctypes._NamedFuncPointer:
             _ctypes.dlclose(library._handle)
 
 
-_forked = False
-
-
 def _after_fork() -> None:
     """In a child: the threads that build are not there, and one may have held the lock."""
-    global _forked, _lock
-    _forked, _lock = True, threading.Lock()
+    global _lock
+    _lock = threading.Lock()
     _builds.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def num_threads() -> int:
-    """`torch.get_num_threads()`, but 1 in a forked child, where OpenMP would wait for threads that do not exist."""
-    return 1 if _forked else torch.get_num_threads()
 
 
 def check_device(device: torch.device) -> str | None:

@@ -16,7 +16,7 @@ from . import tune as tuning
 from .blueprint import Blueprint
 from .capture import Meta
 from .compile import Program, program_for
-from .doors import autocasting, run_call
+from .doors import disturbed, run_call, undisturbed
 from .eager import eager_loop
 from .errors import (
     BackendError,
@@ -150,8 +150,8 @@ def run_core(
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
-    if autocasting():  # dtypes are those of the operands
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    if disturbed():
+        with undisturbed():
             return run_core(
                 core, seen, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs,
                 tune=tune,
