@@ -24,6 +24,7 @@ from .blueprint import Blueprint, Shapes, draw
 from .capture import Meta, Trace
 from .errors import CannotFuseError, RandomOpError, SideEffectError
 from .graph import Graph
+from .interfaces import require
 from .lower import lower
 from .reads import Reads, lock
 from .signature import Signature
@@ -260,6 +261,7 @@ def program_for(
             if shapes is not None:
                 break
         else:
+            require("fused kernels")
             try:
                 with _no_side_effects(reads, sig):
                     program = program_of(backend, core, sig, metas, device, captured, num_outputs)

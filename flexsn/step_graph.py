@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from . import _compat
 from .errors import FlexSNError, GraphCaptureError
+from .interfaces import require
 from .reads import lock  # AOTAutograd swaps what belongs to the whole process, and puts it back
 from .signature import core_name
 
@@ -114,6 +115,7 @@ class _Traced:
 @contextlib.contextmanager
 def _capturing(traced: _Traced, flags: Sequence[bool]) -> Iterator[list[Tensor]]:
     """Fake tensors like the examples, in the surroundings in which a core is traced."""
+    require("flexsn.lowlevel")
     _compat.load_aot()
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
     autocasts = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
