@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flexsn
-from flexsn import interfaces, lowlevel
+from flexsn import _compat, interfaces, lowlevel
 from flexsn.errors import BackendUnavailableError, InterfaceWarning
 
 ROOT = Path(flexsn.__file__).parent.parent
@@ -108,7 +108,6 @@ print(*sorted(w.category.__name__ for w in said if w.category.__module__ == "fle
 @pytest.mark.parametrize(("module", "name", "said"), [
     ("torch._subclasses.fake_tensor", "DynamicOutputShapeException", "FallbackWarning InterfaceWarning\n"),
     pytest.param("torch.utils._python_dispatch", "_disable_current_modes", "FallbackWarning InterfaceWarning\n", marks=pytest.mark.slow),
-    pytest.param("torch._C._dynamo.eval_frame", "set_code_exec_strategy", "\n", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_flexsn_imports_and_runs_without(tmp_path, module, name, said):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FLEXSN_CACHE_DIR": str(tmp_path)}
@@ -116,6 +115,15 @@ def test_flexsn_imports_and_runs_without(tmp_path, module, name, said):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == said
+
+
+@pytest.mark.parametrize("name", ["set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"])
+def test_functions_that_dynamo_cannot_be_told_of_stay_as_they_are(monkeypatch, name):
+    from torch._C._dynamo import eval_frame
+
+    monkeypatch.delattr(eval_frame, name)
+    function = lambda: 7
+    assert _compat.unseen_by_dynamo(function) is function and function() == 7
 
 
 def test_the_oldest_and_the_newest_are_those_of_the_package():
