@@ -352,3 +352,26 @@ def test_threads_train_networks_of_their_own():
     for (y, grad), (want, want_grad) in at_once([functools.partial(job, k) for k in range(16)]):
         assert torch.equal(y, want)
         torch.testing.assert_close(grad, want_grad)
+
+
+def test_a_core_that_is_a_closure_over_its_network():
+    """PyTorch's walks over modules end, and a copy has parameters of its own."""
+    net = Network()
+    x = torch.randn(4, 3)
+    net.eval().train()
+    assert list(net.state_dict()) == ["w"] and "FlexSN" in repr(net)
+    net.load_state_dict({"w": torch.full((3,), 0.25)})
+    assert [name for name, _ in net.named_parameters()] == ["w"]
+    seen = []
+    net.apply(lambda module: seen.append(type(module).__name__))
+    assert seen.count("Network") == 1
+    use(net, x)
+    assert net.w.grad is not None and torch.equal(net.neuron.states[0], flexsn.scan(net.neuron.core, [x], [None]).states[0])
+    flexsn.reset_net(net)
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.w.fill_(0.75)
+    flexsn.reset_net(other)
+    assert not torch.equal(other(x), net(x))
+    use(other.double(), x.double())
+    assert other.w.grad.dtype == torch.float64 and net.w.dtype == torch.float32

@@ -150,16 +150,20 @@ CASES = {
                     run("test_matrix", core, dtype, T)
     """,
     "zoo": """
-        for core in (parity.leaky, parity.lif_soft, parity.lif_detached_reset, parity.relu_mem, parity.plif):
+        for core in (parity.leaky, parity.lif_soft, parity.relu_mem):
             run("test_final_states", core, torch.float16 if core is parity.leaky else torch.float32)
+    """,
+    "neurons": """
         run("test_hodgkin_huxley"); run("test_izhikevich"); run("test_integer_refractory_counter"); run("test_two_compartments")
     """,
     "shapes": """
         run("test_strides_of_states_and_params"); run("test_strides_of_cotangents"); run("test_params_of_different_shapes")
-        run("test_a_param_may_widen_the_step"); run("test_a_state_that_stays_smaller_than_the_step")
+        run("test_a_param_may_widen_the_step")
+    """,
+    "smaller": """
+        run("test_a_state_that_stays_smaller_than_the_step")
         run("test_an_output_smaller_than_the_step"); run("test_where_and_clamp"); run("test_states_change_places")
-        for shape in ((), (1,), (5,), (4, 1), (4, 5)):
-            run("test_params_broadcast", shape)
+        run("test_params_broadcast", (4, 1))
     """,
     "numbers": """
         for dtype in (torch.float32, torch.float16, torch.float64):
