@@ -27,7 +27,7 @@ from torch import Tensor
 
 from . import _compat
 from .errors import BackendUnavailableError, BuildError
-from .launch_cpp import cache_folder
+from .launch_cache import folder as cache_folder
 from .plan import Plan
 from .render_triton import STORAGE, kernel_name, nullable
 
