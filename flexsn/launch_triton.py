@@ -114,7 +114,7 @@ class MeasuredTiles:
 
     def keep(self, N: int, index: int, aligned: bool, tile: Tile) -> None:
         self._found = {**self._read(), self._key(N, index, aligned): tile}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BuildError):
             path = cache_folder() / "tiles" / self._name
             path.parent.mkdir(mode=0o700, exist_ok=True)
             part = path.with_suffix(f".{os.getpid()}.part")
@@ -125,7 +125,7 @@ class MeasuredTiles:
         try:
             kept = json.loads((cache_folder() / "tiles" / self._name).read_text())
             return {key: Tile(**fields) for key, fields in kept.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (OSError, BuildError, ValueError, TypeError, AttributeError):
             return {}
 
     @staticmethod
