@@ -10,16 +10,28 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame  # 2.11, 2.13
 from torch._ops import HigherOrderOperator  # 2.11, 2.13
-from torch._subclasses.fake_tensor import (  # 2.11, 2.13
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
-from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
+
+try:
+    from torch._subclasses.fake_tensor import (  # 2.11, 2.13
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+    from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
+except ImportError:  # `interfaces.require` says so before a core is captured; isinstance() is False meanwhile
+
+    class DataDependentOutputException(Exception): ...  # type: ignore[no-redef]
+
+    class DynamicOutputShapeException(Exception): ...  # type: ignore[no-redef]
+
+    class FakeTensor: ...  # type: ignore[no-redef]
+
+    class FakeTensorMode: ...  # type: ignore[no-redef]
+
+    disable_modes = contextlib.nullcontext  # type: ignore[assignment]
 
 # the names that are only passed on
 __all__ = [
@@ -191,8 +203,13 @@ def no_modes() -> Iterator[None]:
 
 def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function: where it runs inside a compiled region, Dynamo compiles neither it nor what it calls."""
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    try:
+        from torch._C._dynamo import eval_frame  # 2.11, 2.13
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    except (ImportError, AttributeError):  # `interfaces.require` says so before a neuron is compiled
+        pass
     return function
 
 

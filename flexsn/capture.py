@@ -92,6 +92,14 @@ def _settings_kept(sig: Signature) -> Iterator[None]:
         raise SideEffectError(f"changes {' and '.join(changed)} of PyTorch", core=sig.core, hint="Do that outside the core.")
 
 
+def _let_go(graph: fx.Graph) -> None:
+    """The values of a trace forget autograd's graph, which holds the captured tensors of the caller."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and value.requires_grad:
+            node.meta["val"] = value.detach()
+
+
 def trace(
     core: Callable, sig: Signature, metas: Sequence[Meta], device: torch.device, captured: dict[str, Tensor], *, vjp: bool,
     num_outputs: int | None = None,
@@ -125,6 +133,7 @@ def trace(
         if vjp:
             grads = recorder.differentiate(values, operands, cotangents)
             recorder.raise_refusals()
+            _let_go(recorder.graph)
     recorder.graph.output((returns, grads))
     operand_nodes = list(recorder.graph.nodes)[: len(operands)]
     return Trace(recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants)

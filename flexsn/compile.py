@@ -9,10 +9,10 @@ runs once per call.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import random
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,11 +27,13 @@ from .blueprint import Blueprint, Shapes, draw
 from .capture import Meta, Trace
 from .errors import CannotFuseError, RandomOpError, SideEffectError
 from .graph import Graph
+from .interfaces import require
 from .lower import lower
-from .reads import Reads
+from .reads import Reads, lock
 from .signature import Signature
 
 _CACHE_SIZE = 512
+_MOST_CANDIDATES = 64  # programs of one layout: cores that depend on sizes need one per size
 
 
 class Program:
@@ -42,7 +44,6 @@ class Program:
         self.sig, self.num_outputs, self.step = blueprint.sig, blueprint.num_outputs, blueprint.step
         self.device = device
         self._kernels: dict[tuple, Any] = {}
-        self._lock = threading.RLock()
         self.graph, self.params = self._lower_forward()
         self.prologue = _static_module(blueprint.forward, self.params, {})
         sig = self.sig
@@ -71,7 +72,7 @@ class Program:
 
     def differentiate(self, core: Callable, captured: dict[str, Tensor]) -> Vjp:
         """The VJP, traced on first use; `core` is the one that this program was made from, or its equal."""
-        with self._lock:
+        with lock:
             self.blueprint.differentiate(core, captured, self.device)
             return self.vjp
 
@@ -79,7 +80,7 @@ class Program:
     def vjp(self) -> Vjp:
         """Lowered on first use; there is none before the blueprint is differentiated."""
         if self._vjp is None:
-            with self._lock:
+            with lock:
                 assert self.blueprint.vjp is not None, "differentiate() comes first"
                 with _compat.no_modes():
                     self._vjp = self._vjp or Vjp(self, self.blueprint.vjp)
@@ -246,7 +247,6 @@ def program_of(
 
 
 # --- the cache of programs ------------------------------------------------------------------------------------------------
-_lock = threading.RLock()
 _exact: OrderedDict[tuple, tuple[Program, Shapes]] = OrderedDict()
 _by_layout: OrderedDict[tuple, list[Program]] = OrderedDict()
 _refused: OrderedDict[tuple, CannotFuseError] = OrderedDict()
@@ -265,12 +265,12 @@ def program_for(
     statics = tuple((path, tuple(t.shape), t.dtype, t.requires_grad) for path, t in captured.items())
     base = (backend, reads.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype())
     exact = (*base, tuple(metas))
-    with _lock:
+    with lock:
         if exact in _exact:
             _exact.move_to_end(exact)
             return _exact[exact]
         if exact in _refused:
-            raise _refused[exact]
+            raise copy.copy(_refused[exact])
         ins = sig.num_inputs + sig.num_states
         layout = (*base, *(_pattern(m) for m in metas[:ins]), *metas[ins:])
         given = [m.shape for m in metas[:ins] if m is not None]
@@ -280,16 +280,18 @@ def program_for(
             if shapes is not None:
                 break
         else:
+            require("fused kernels")
             try:
                 with _no_side_effects(reads, sig):
                     program = program_of(backend, core, sig, metas, device, captured, num_outputs)
                 program.kept = reads.opaque
             except CannotFuseError as error:
-                _refused[exact] = error.with_traceback(None)
+                _refused[exact] = copy.copy(error)  # which holds no frames, as `error` does
                 raise
             shapes = program.blueprint.shapes(given)
             assert shapes is not None
             candidates.append(program)
+            del candidates[:-_MOST_CANDIDATES]
         _exact[exact] = (program, shapes)
         for cache in (_exact, _by_layout, _refused):
             while len(cache) > _CACHE_SIZE:

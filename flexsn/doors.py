@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from . import _compat, run, sharding
+from . import _compat, forks, run, sharding
 from .errors import DoubleBackwardError, ForwardModeError, ShapeMismatchError
 from .ops import LIBRARY, TAGS, TracedCall, program_from, text_of
 
@@ -36,14 +36,16 @@ def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tenso
     return results[outs : outs + n], sequences, results[:outs]
 
 
-def autocasting() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+def disturbed() -> bool:
+    """Whether autocast or a fork changes what PyTorch's ops do."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or forks.must_be_alone()
 
 
 @contextlib.contextmanager
-def no_autocast() -> Iterator[None]:
-    """While inside, dtypes are those of the operands."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+def undisturbed() -> Iterator[None]:
+    """While inside, dtypes are those of the operands, and ops of a forked child wait for nobody."""
+    alone = forks.alone() if forks.must_be_alone() else contextlib.nullcontext()
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), alone:
         yield
 
 
@@ -89,8 +91,8 @@ def _not_differentiable(call: run.Call, results: Sequence[Tensor]) -> list[Tenso
 
 def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], grads: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
     """One gradient per operand, from cotangents of outputs, final states and state sequences."""
-    if autocasting():
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    if disturbed():
+        with undisturbed():
             return _backward(call, rows, checkpoints, grads, needs)
     n = call.num_operands
     found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)

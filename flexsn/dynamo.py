@@ -21,6 +21,7 @@ from .capture import Meta
 from .errors import BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
 from .fallback import warn_once
 from .graph import HALF
+from .interfaces import require
 from .ops import KERNEL_FUNCTIONS, choose_backend, text_of
 from .places import Replay
 from .sharding import any_dtensor
@@ -113,6 +114,7 @@ def _while_tracing(function: Callable) -> Callable:
 @_while_tracing
 def ready() -> bool:
     """`register`, while Dynamo traces; and Inductor is told how to lower the operators."""
+    require("torch.compile")
     _compat.lower_to_calls(KERNEL_FUNCTIONS, torch.ops.flexsn.carry.default)
     return register()
 

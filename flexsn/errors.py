@@ -167,6 +167,10 @@ class FallbackWarning(UserWarning):
     """`backend="auto"` runs the eager loop, and why."""
 
 
+class InterfaceWarning(UserWarning):
+    """An internal interface of PyTorch that flexsn relies on has moved, and what does not work therefore."""
+
+
 class ProgramTextError(FlexSNError, RuntimeError):
     """The program that a saved graph carries cannot be read."""
 

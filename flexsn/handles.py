@@ -5,6 +5,7 @@ An entry lives while somebody owns it (a module, say) or uses it (a recorded aut
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from dataclasses import dataclass, fields
@@ -16,6 +17,7 @@ from .step_info import FlexSNInfo
 from .step_kernels import StepKernel
 
 _lock = threading.RLock()  # a finalizer may run while its thread holds it
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as the standard library does
 _entries: dict[int, FlexSNKernelHandle] = {}
 _count = 0
 

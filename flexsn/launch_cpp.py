@@ -1,32 +1,37 @@
 """C++ source -> loaded kernel: the system compiler, a private cache on disk, and the call.
 
 A library is found by the hash of everything that it depends on (source, header, flags, compiler, processor, PyTorch),
-so a second process starts warm and a change of any of these builds anew. The cache belongs to its user: the folder is
-0700, entries appear by an atomic rename, and nothing is loaded that another user could have written.
+so a second process starts warm and a change of any of these builds anew. In a process there is one kernel per source,
+built once however many threads ask for it, and unloaded when no program uses it any more.
 """
 
 from __future__ import annotations
 
+import _ctypes
+import copy
 import ctypes
 import functools
 import glob
 import hashlib
 import os
 import platform
-import shutil
-import stat
-import subprocess
-import tempfile
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import MutableMapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .errors import BackendUnavailableError, BuildError
+from . import launch_cache, launch_compiler
+from .errors import BuildError
+from .forks import num_threads
+from .launch_compiler import compiler
 from .memory import addresses
 from .plan import Plan
+
+__all__ = ["HEADERS", "Kernel", "check_device", "compiler", "load", "tile_length"]
 
 HEADERS = Path(__file__).parent / "cpp"
 _TORCH = Path(torch.__file__).parent
@@ -41,8 +46,9 @@ _FLAGS = (
 _TILE = {"forward": (256 * 1024, 4096), "long": (256 * 1024, 32768), "streamed": (256 * 1024, 512), "backward": (72 * 1024, 8192)}
 _LONG_ROW = 65536  # neurons per thread
 _GRAIN = 32768  # neuron-steps that are worth a thread
-_lock = threading.Lock()
-_kernels: dict[str, Kernel] = {}
+_lock = threading.Lock()  # held for look-ups alone
+_kernels: MutableMapping[str, Kernel] = weakref.WeakValueDictionary()
+_builds: dict[str, Future[Kernel]] = {}  # those under way
 
 
 class Kernel:
@@ -50,7 +56,7 @@ class Kernel:
 
     def __init__(self, plan: Plan, source: str, path: Path, symbol: str = "run"):
         self.plan, self.source, self.path = plan, source, path
-        self._run = getattr(ctypes.CDLL(str(path)), symbol)
+        self._run = _entry_point(path, self, symbol)
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
         self._step_bytes = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
         self._pointers = ctypes.c_void_p * max(1, len(plan.arguments))
@@ -99,20 +105,28 @@ def _cache_bytes() -> int:
         return 32 << 20
 
 
-_forked = False
+def _entry_point(path: Path, owner: object | None, symbol: str) -> ctypes._NamedFuncPointer:
+    """The function `symbol` of a library, which is unloaded when `owner` dies; raises OSError if it cannot be loaded."""
+    library = ctypes.CDLL(str(path))
+    if owner is not None:
+        weakref.finalize(owner, _ctypes.dlclose, library._handle).atexit = False
+    try:
+        return getattr(library, symbol)
+    except AttributeError:
+        raise OSError(f"{path} has no kernel in it") from None
+    finally:
+        if owner is None:
+            _ctypes.dlclose(library._handle)
 
 
 def _after_fork() -> None:
-    global _forked
-    _forked = True
+    """In a child: the threads that build are not there, and one may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _builds.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def num_threads() -> int:
-    """`torch.get_num_threads()`, but 1 in a forked child, where OpenMP would wait for threads that do not exist."""
-    return 1 if _forked else torch.get_num_threads()
 
 
 def check_device(device: torch.device) -> str | None:
@@ -125,57 +139,70 @@ def load(plan: Plan, source: str) -> Kernel:
 
     Raises:
         BackendUnavailableError: there is no C++ compiler.
-        BuildError: the compiler failed.
+        BuildError: the compiler failed, or no disk takes what it makes.
     """
     key = _key(source)
+    while True:
+        with _lock:
+            kernel, build = _kernels.get(key), _builds.get(key)
+            if kernel is not None:
+                return kernel
+            if build is None:
+                own = _builds[key] = Future[Kernel]()
+        if build is None:
+            return _settle(own, plan, source, key)
+        error = build.exception()  # waits
+        if error is None:
+            return build.result()
+        if isinstance(error, Exception):
+            raise copy.copy(error) from error
+        # that thread was interrupted: this one tries
+
+
+def _settle(build: Future[Kernel], plan: Plan, source: str, key: str) -> Kernel:
+    """Make a kernel, for this thread and those that wait."""
+    try:
+        kernel = _make(plan, source, key)
+    except BaseException as error:
+        with _lock:
+            _builds.pop(key, None)
+        build.set_exception(error)
+        raise
     with _lock:
-        if key not in _kernels:
-            path = cache_folder() / f"{key}.so"
-            if not _trusted(path):
-                _build(source, path)
-            _kernels[key] = Kernel(plan, source, path)
-        return _kernels[key]
+        _kernels[key] = kernel
+        _builds.pop(key, None)
+    build.set_result(kernel)
+    return kernel
 
 
-# --- the cache ------------------------------------------------------------------------------------------------------------
-def cache_folder() -> Path:
-    """`$FLEXSN_CACHE_DIR/cpp`, by default under the user's cache folder; made if need be, and checked to be private."""
-    base = os.environ.get("FLEXSN_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexsn"
-    folder = Path(base) / "cpp"
+def _make(plan: Plan, source: str, key: str) -> Kernel:
+    """From the disk cache or the compiler; where that disk fails, in a folder for this process alone."""
+    folder = launch_cache.folder()
     try:
-        Path(base).mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as e:
-        return _private_folder(f"cannot make {folder}: {e.strerror}")
-    info = folder.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
-        return _private_folder(f"{folder} is not a folder that only this user can write")
-    return folder
-
-
-@functools.cache
-def _private_folder(reason: str) -> Path:
-    """A cache for this process alone."""
-    import warnings
-
-    warnings.warn(f"flexsn: {reason}; kernels are built anew in every process", RuntimeWarning, stacklevel=2)
-    return Path(tempfile.mkdtemp(prefix="flexsn-"))
-
-
-def _trusted(path: Path) -> bool:
-    """Whether an entry exists, is a plain file of this user that nobody else can write, and is whole."""
+        return _from_folder(plan, source, folder / f"{key}.so")
+    except OSError as error:
+        reason = f"the cache {folder} cannot be used: {error}"
     try:
-        info = path.lstat()
-        digest = path.with_suffix(".sha256").read_text()
-    except OSError:
-        return False
-    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
-        return False
-    return hashlib.sha256(path.read_bytes()).hexdigest() == digest
+        return _from_folder(plan, source, launch_cache.private_folder(reason) / f"{key}.so")
+    except OSError as error:
+        raise BuildError(
+            f"{reason}; nor can a folder for temporary files: {error}",
+            hint="Set $FLEXSN_CACHE_DIR to a folder of your own, on a disk with space from which programs may run.",
+        ) from error
+
+
+def _from_folder(plan: Plan, source: str, path: Path) -> Kernel:
+    if launch_cache.trusted(path):
+        try:
+            return Kernel(plan, source, path)
+        except OSError:  # what it was linked with is gone
+            pass
+    _build(source, path)
+    return Kernel(plan, source, path)
 
 
 def _key(source: str) -> str:
-    parts = (source, _header_text(), " ".join(_FLAGS), *_compiler_identity(), _processor(), torch.__version__)
+    parts = (source, _header_text(), " ".join(_FLAGS), *launch_compiler.identity(), _processor(), torch.__version__, *_libraries(source))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -194,68 +221,39 @@ def _processor() -> str:
         return platform.processor() + platform.machine()
 
 
+# --- the build ------------------------------------------------------------------------------------------------------------
 @functools.cache
-def _find_compiler(wanted: str | None, path: str | None) -> tuple[str, int, int] | None:
-    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
-        found = shutil.which(name, path=path)
-        if found:
-            info = os.stat(found)
-            return os.path.realpath(found), info.st_size, info.st_mtime_ns
-    return None
-
-
-def compiler() -> tuple[str, int, int] | None:
-    """Path, size and age of the C++ compiler: `$CXX`, else the first of g++, c++, clang++ on `$PATH`."""
-    return _find_compiler(os.environ.get("CXX"), os.environ.get("PATH"))
-
-
-def _compiler_identity() -> tuple[str, ...]:
-    found = compiler()
-    if found is None:
-        raise BackendUnavailableError(
-            'backend "cpp" needs a C++ compiler, and neither $CXX nor g++, c++ or clang++ on $PATH is one',
-            hint='Install g++ (Debian: `apt install g++`), or use backend="torch", the eager loop.',
-        )
-    return tuple(map(str, found))
-
-
-# --- the compiler -----------------------------------------------------------------------------------------------------------
 def has_sleef() -> bool:
     """Whether libtorch_cpu carries the vector maths of Sleef (x86-64 builds from PyPI do)."""
     library = _TORCH / "lib" / "libtorch_cpu.so"
     return platform.machine() == "x86_64" and library.exists() and hasattr(ctypes.CDLL(str(library)), "Sleef_expf8_u10")
 
 
-def _build(source: str, path: Path) -> None:
-    """Compile beside the target and move into place: other processes see all of an entry or nothing."""
-    compiler_path = _compiler_identity()[0]
+def _libraries(source: str) -> list[str]:
+    """What a kernel is linked with."""
     openmp = sorted(glob.glob(str(_TORCH / "lib" / "libgomp*"))) or ["-lgomp"]  # the one runtime that PyTorch uses too
-    libraries = [*openmp[:1]]
+    libraries = openmp[:1]
+    if has_sleef():
+        libraries.append(str(_TORCH / "lib" / "libtorch_cpu.so"))
+    if "#include <ATen" in source:
+        libraries.append(str(_TORCH / "lib" / "libc10.so"))
+    return libraries
+
+
+def _build(source: str, path: Path, symbol: str = "run") -> None:
+    """Compile beside the target and move into place what can be loaded."""
     flags = [*_FLAGS, f"-I{HEADERS}"]
     if has_sleef():
         flags.append("-DFLEXSN_SLEEF")
-        libraries.append(str(_TORCH / "lib" / "libtorch_cpu.so"))
     if "#include <ATen" in source:
         flags.append(f"-I{_TORCH / 'include'}")
-        libraries.append(str(_TORCH / "lib" / "libc10.so"))
-    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
-        text = Path(folder) / "kernel.cpp"
+    with launch_cache.workshop(path) as folder:
+        text, compiled, library = folder / "kernel.cpp", folder / "kernel.o", folder / "kernel.so"
         text.write_text(source)
-        _run([compiler_path, *flags, "-c", str(text), "-o", f"{folder}/kernel.o"])
-        _run([compiler_path, "-shared", f"{folder}/kernel.o", "-o", f"{folder}/kernel.so", *libraries, "-lm"])
-        library = Path(folder) / "kernel.so"
-        library.chmod(0o700)
-        digest = Path(folder) / "kernel.sha256"
-        digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
-        os.replace(text, path.with_suffix(".cpp"))
-        os.replace(digest, path.with_suffix(".sha256"))
-        os.replace(library, path)
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode != 0:
-        raise BuildError(
-            f"the compiler failed (exit {done.returncode}): {' '.join(command[:2])} ...\n{done.stderr[-2000:]}",
-            hint="Run `flexsn.scan(..., backend='torch')` meanwhile, and report the core: generated source should always build.",
-        )
+        command = [launch_compiler.identity()[0], *flags, "-c", str(text), "-o", str(compiled)]
+        launch_compiler.run(command, folder)
+        launch_compiler.run([command[0], "-shared", str(compiled), "-o", str(library), *_libraries(source), "-lm"], folder)
+        if not library.is_file():
+            raise BuildError(f"the compiler {command[0]} says that it succeeded, and made no library", hint="Set $CXX to another one.")
+        _entry_point(library, None, symbol)
+        launch_cache.publish(library, text, path)

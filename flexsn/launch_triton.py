@@ -16,7 +16,8 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,14 +27,24 @@ from torch import Tensor
 
 from . import _compat
 from .errors import BackendUnavailableError, BuildError
-from .launch_cpp import cache_folder
+from .launch_cache import folder as cache_folder
 from .memory import addresses
 from .plan import Plan
 from .render_triton import STORAGE, kernel_name, nullable
 
 _lock = threading.Lock()
 _interpreter = threading.Lock()  # it patches Triton's language while it runs: one thread at a time
-_kernels: dict[tuple, Kernel] = {}
+_kernels: MutableMapping[tuple, Kernel] = weakref.WeakValueDictionary()
+
+
+def _after_fork() -> None:
+    """In a child: another thread may have held a lock, and those that build are not there."""
+    for held in (_lock, _interpreter):
+        held._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
+    _builders.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ class MeasuredTiles:
 
     def keep(self, N: int, index: int, aligned: bool, tile: Tile) -> None:
         self._found = {**self._read(), self._key(N, index, aligned): tile}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, BuildError):
             path = cache_folder() / "tiles" / self._name
             path.parent.mkdir(mode=0o700, exist_ok=True)
             part = path.with_suffix(f".{os.getpid()}.part")
@@ -115,7 +126,7 @@ class MeasuredTiles:
         try:
             kept = json.loads((cache_folder() / "tiles" / self._name).read_text())
             return {key: Tile(**fields) for key, fields in kept.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (OSError, BuildError, ValueError, TypeError, AttributeError):
             return {}
 
     @staticmethod
@@ -275,10 +286,17 @@ def _define(source: str, name: str) -> Any:
     _triton()
     key = hashlib.sha256(source.encode()).hexdigest()[:16]
     file = f"<flexsn {key}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    lines = linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     space: dict[str, Any] = {"__name__": f"flexsn.generated_{key}"}
     exec(compile(source, file, "exec"), space)
+    weakref.finalize(space[name], _forget, file, lines).atexit = False
     return space[name]
+
+
+def _forget(file: str, lines: tuple) -> None:
+    """Drop the text of a function that is gone, unless the same text was defined again since."""
+    if linecache.cache.get(file) is lines:
+        del linecache.cache[file]
 
 
 def check_device(device: torch.device) -> str | None:
@@ -296,6 +314,7 @@ def load(plan: Plan, source: str) -> Kernel:
     """
     key = (source, tuple(a.storage for a in plan.arguments))  # the text names no dtypes of memory
     with _lock:
-        if key not in _kernels:
-            _kernels[key] = Kernel(plan, source)
-        return _kernels[key]
+        kernel = _kernels.get(key)
+        if kernel is None:
+            kernel = _kernels[key] = Kernel(plan, source)
+        return kernel

@@ -31,7 +31,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     size = count * dtype.itemsize
     if size < LEAST or device.type != "cpu":  # GPUs have PyTorch's caching allocator
         return torch.empty(shape, dtype=dtype, device=device)
-    block = _take(size) or mmap.mmap(-1, -(-size // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = _take(size) or _fresh(-(-size // _PAGE) * _PAGE)
     view = memoryview(block)  # the tensor's storage holds it
     weakref.finalize(view, _give, block).atexit = False
     return torch.frombuffer(view, dtype=dtype, count=count).resize_(tuple(shape))
@@ -48,6 +48,13 @@ def addresses(arrays: Sequence[Tensor | None]) -> list[int]:
                     hint="Whoever freed it (`untyped_storage().resize_(0)`, a sharded module outside its forward) must bring it back.",
                 )
     return found
+
+
+def _fresh(size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"flexsn: no memory for a result of {size} bytes ({error.strerror})") from None
 
 
 def _take(size: int) -> mmap.mmap | None:

@@ -76,6 +76,7 @@ class FlexSN(nn.Module):
     """
 
     runs_sequences = True  # no core of another
+    unread = frozenset({"_reads", "_names", "_origin", "_holders", "captured"})  # attributes that no core means, should one lead here
 
     def __init__(
         self,
@@ -131,6 +132,7 @@ class FlexSN(nn.Module):
         self._reads: Any = None
         self._names: dict[str, str] = {}  # path of a captured object -> its name in `captured`
         self._origin: dict[str, Any] = {}  # what the path led to when it was registered
+        self._holders: dict[str, nn.Module] = {}  # by path, captured networks that hold this neuron: no parts of it
         self._look()
 
     def _counts(self, num_inputs, num_states, num_outputs, example_inputs) -> tuple[int, int]:
@@ -188,7 +190,18 @@ class FlexSN(nn.Module):
                 self.captured.register(name, value)
         if not self._names:
             return {}
-        return {path: getattr(self.captured, name) for path, name in self._names.items() if path in seen.objects}
+        named = {path: self._holders[path] if path in self._holders else getattr(self.captured, name) for path, name in self._names.items()}
+        return {path: value for path, value in named.items() if path in seen.objects}
+
+    def _part_from_holders(self) -> None:
+        """A core that is a closure over its network (`self.w`) captures what holds this neuron: a circle of modules, which
+        PyTorch would walk for ever. When the neuron was made, the network did not hold it yet."""
+        modules = {} if self.captured is None else self.captured._modules
+        for path, name in self._names.items():
+            found = modules.get(name)
+            if found is not None and any(m is self for m in found.modules()):
+                self._holders[path] = found
+                del modules[name]
 
     @unseen_by_dynamo
     def look(self) -> tuple[Reads, dict[str, Any]]:
@@ -201,6 +214,8 @@ class FlexSN(nn.Module):
         reads, replaced = self.look()
         places: dict[int, tuple[str, ...]] = {}
         for path in replaced:
+            if path in self._holders:
+                continue
             original, start = reads.objects[path].get(), ("captured", self._names[path])
             if isinstance(original, nn.Module):
                 places |= {id(t): (*start, *name.split(".")[1:]) for name, t in module_tensors(original, "").items()}
@@ -322,7 +337,25 @@ class FlexSN(nn.Module):
 
     detach = detach_states  # the name that SpikingJelly's `functional.detach_net` calls
 
+    # what PyTorch calls first wherever it walks modules without remembering which it has seen
+    def train(self, mode: bool = True):
+        self._part_from_holders()
+        return super().train(mode)
+
+    def apply(self, fn):
+        self._part_from_holders()
+        return super().apply(fn)
+
+    def state_dict(self, *args, **kwargs):
+        self._part_from_holders()
+        return super().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args):
+        self._part_from_holders()
+        super()._load_from_state_dict(*args)
+
     def _apply(self, fn, recurse=True):
+        self._part_from_holders()
         super()._apply(fn, recurse)
         if self.states is not None:
             self.states = [fn(v) for v in self.states]
@@ -347,6 +380,7 @@ class FlexSN(nn.Module):
         return state
 
     def extra_repr(self) -> str:
+        self._part_from_holders()
         numbers = f"{core_name(self.core)}, num_inputs={self.num_inputs}, num_states={self.num_states}"
         return f"{numbers}, step_mode={self.step_mode!r}, backend={self.backend!r}"
 

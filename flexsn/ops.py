@@ -8,7 +8,6 @@ Prologue, epilogue and narrowing are ordinary ops around them (`run.py`), which 
 from __future__ import annotations
 
 import functools
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +19,9 @@ from . import _compat, text
 from .backends import BACKENDS
 from .blueprint import Blueprint
 from .compile import Program
-from .errors import BackendError, BackendUnavailableError
+from .errors import BackendError, BackendUnavailableError, OperandTypeError
 from .plan import Plan
+from .reads import lock
 from .run import Call, Launch, arrays_of
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
@@ -40,7 +40,6 @@ LIBRARY.define(
 
 # --- programs by their text ---------------------------------------------------------------------------------------------------
 _CACHE_SIZE = 512
-_lock = threading.RLock()
 _programs: OrderedDict[tuple[str, str, torch.device], Program] = OrderedDict()
 _launches: OrderedDict[tuple, Launch] = OrderedDict()
 
@@ -64,7 +63,7 @@ def choose_backend(wanted: str, device: torch.device, core: str, *, traced: bool
 def program_from(program: str, device: torch.device, backend: str | None = None) -> Program:
     """The program that a text describes, for operands on `device` (by default by the device's backend)."""
     key = (program, backend or backend_of(device), device)
-    with _lock:
+    with lock:
         if key not in _programs:
             with _compat.no_modes():
                 _programs[key] = Program(key[1], text.read(program, device), device)
@@ -98,7 +97,7 @@ def _launch(
     launch = _launches.get(key)
     if launch is None:
         launch = Launch(program_from(program, device).kernel(direction, *flags), T, step, checkpoints, roles)
-        with _lock:
+        with lock:
             _launches[key] = launch
             _trim(_launches)
     return launch
@@ -121,11 +120,31 @@ def _named(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
     return {f"p{k}": p for k, p in enumerate(params or ())}
 
 
+def _checked(
+    launch: Launch, roles: Sequence[str], operands: Sequence[Tensor | None], params: dict[str, Tensor], checkpoints: int
+) -> Sequence[Tensor | None]:
+    """The operands. Kernels take pointers: whatever a graph passes must be as long as they read, and of the dtype."""
+    arrays = dict(zip(roles, operands, strict=True))
+    rows = {"sequence": launch.T, "checkpoint": checkpoints, "row": 1}
+    for a in launch.kernel.plan.reads:
+        tensor = params.get(a.role) if a.kind == "param" else arrays.get(a.role)
+        if tensor is None and a.kind == "row":
+            continue  # zeros
+        if tensor is None or tensor.dtype is not a.storage or (a.kind != "param" and tensor.numel() < rows[a.kind] * launch.numel):
+            found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            raise OperandTypeError(
+                f"a {a.kind} of a kernel, `{a.role}`, is {found}; expected {a.storage}, for {launch.T} steps of {list(launch.step)}",
+                core=launch.kernel.plan.core,
+            )
+    return operands
+
+
 def _forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
     step, roles = tuple(step), _roles(len(inputs), len(states))
     launch = _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles)
     operands = [_rows(x, 1, step) for x in inputs] + [_rows(v, 0, step) for v in states]
-    return launch(operands, _named(params), inputs[0].device)
+    named = _named(params)
+    return launch(_checked(launch, roles, operands, named, 0), named, inputs[0].device)
 
 
 def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, like: Tensor) -> list[Tensor]:
@@ -147,7 +166,10 @@ def _backward(program, inputs, states, params, checkpoints, cotangents, given, w
     launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
     grads = [_rows(g, 0 if role[:2] == "gv" else 1, step) for role, g in zip(given, cotangents, strict=True)]
     rows = [_rows(x, 1, step) for x in inputs] + [_rows(v, 0, step) for v in states]
-    return launch([*rows, *[c.contiguous() for c in checkpoints], *grads], _named(params), inputs[0].device)
+    operands, named = [*rows, *[c.contiguous() for c in checkpoints], *grads], _named(params)
+    made = program_from(program, inputs[0].device)
+    rows_saved = made.backend.checkpoints(launch.T, made.chunk)
+    return launch(_checked(launch, roles, operands, named, rows_saved), named, inputs[0].device)
 
 
 def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
@@ -241,7 +263,7 @@ class OperatorLaunch:
         self.call, self.direction, self.flags = call, direction, flags
         self.given = [r for r in roles if r[0] == "g"]
         self.program = text_of(call.program.blueprint, vjp=direction == "backward")
-        with _lock:  # here the text need not be read
+        with lock:  # here the text need not be read
             _programs.setdefault((self.program, backend_of(call.device), call.device), call.program)
         self.writes = call.program.plan_of(direction, *flags).writes
         self.roles = [a.role for a in self.writes]

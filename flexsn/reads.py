@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import os
 import random
 import sys
 import threading
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_OWN = {"flexsn", "flexsn.surrogate", "flexsn.module", "flexsn.scan"}  # taken as they are, as PyTorch is
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _MISSING = object()
 _MAX_DEPTH = 32
+KEPT = "__flexsn_reads__"  # attribute of a function that was a core
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,12 @@ class Reads:
     own: tuple = ()  # the core's code and defaults, which hold no reference to it
     calls: dict[tuple | None, Any] = field(default_factory=dict)  # by kinds of operands, made by `scan`
 
+    cyclic: bool = False  # whether the core can be reached from what it reads
+    of: Callable[[], Any] = lambda: None  # the core, weakly
+
+    def __reduce__(self) -> tuple:
+        return Reads, ()  # with a function that travels by value goes nothing of this process
+
     def current(self) -> bool:
         """Whether every place still holds the object that it held at the look."""
         return all(slot.get() is seen for slot, seen in self.watched) and all(len(c) == n for c, n in self.sizes)
@@ -137,14 +146,17 @@ def module_tensors(module: nn.Module, path: str) -> dict[str, Tensor]:
 
 def look(core: Callable) -> Reads:
     """Walk everything that the core can reach by name."""
-    walker = _Walker()
+    walker = _Walker(core)
     walker.visit("core", core, Slot("core", weakref.ref(core)) if isinstance(core, nn.Module) else None, 0)
     walker.reads.fingerprint = tuple(walker.constants)
+    with contextlib.suppress(TypeError):  # it has no weak references
+        walker.reads.of = weakref.ref(core)
     return walker.reads
 
 
 class _Walker:
-    def __init__(self) -> None:
+    def __init__(self, core: Callable) -> None:
+        self.core = core
         self.reads = Reads()
         self.constants: list[tuple] = []
         self.seen: dict[int, str] = {}
@@ -162,6 +174,7 @@ class _Walker:
             self.constants.append((path, type(value).__name__, repr(value)))
             return
         if id(value) in self.seen:
+            self.reads.cyclic |= value is self.core
             self.constants.append((path, "same as", self.seen[id(value)]))
             return
         if depth > _MAX_DEPTH:
@@ -225,7 +238,10 @@ class _Walker:
         else:
             self.constants.append((path, type(module).__qualname__))
         self.slot(f"{path}.training", vars(module), "training", depth + 1)
-        self.names(path, vars(module), [n for n in vars(module) if n not in _MODULE_INTERNALS], depth)
+        skipped = _MODULE_INTERNALS | getattr(type(module), "unread", frozenset())
+        if vars(module).get("core", module) is self.core:  # the neuron of this very core, which its closure leads to
+            skipped |= {"states", "state_seqs"}
+        self.names(path, vars(module), [n for n in vars(module) if n not in skipped], depth)
         for table in (module._parameters, module._buffers, module._modules):
             self.reads.sizes.append((table, len(table)))
         for table in (module._parameters, module._buffers):
@@ -290,8 +306,9 @@ class _Walker:
                 self.namespace(f"{path}.{name}", value, names, depth)
             else:
                 self.slot(f"{path}.{name}", fn.__globals__, name, depth + 1)
-        if vars(fn):
-            self.names(f"{path}.attributes", vars(fn), list(vars(fn)), depth)
+        attributes = [name for name in vars(fn) if name != KEPT]
+        if attributes:
+            self.names(f"{path}.attributes", vars(fn), attributes, depth)
         for values in (fn.__defaults__ or (), fn.__kwdefaults__ or {}):
             if values:
                 self.items(f"{path}.defaults", values, depth)
@@ -314,10 +331,13 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 def _is_library(module: str) -> bool:
     """Modules whose functions are taken as they are: PyTorch, the standard library and flexsn itself."""
     top = module.partition(".")[0]
-    return (top in sys.stdlib_module_names and top != "__main__") or top in {"torch", "numpy"} or module in {"flexsn.surrogate", "flexsn"}
+    return (top in sys.stdlib_module_names and top != "__main__") or top in {"torch", "numpy"} or module in _OWN
 
 
-lock = threading.RLock()  # held while captured objects are looked at or swapped
+# Held while cores are looked at, traced or lowered, and while captured objects are swapped: one lock for all of these, so
+# that no two threads wait for each other. A fork waits for it, so that no child is born with a core half swapped.
+lock = threading.RLock()
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from . import tune as tuning
 from .blueprint import Blueprint
 from .capture import Meta
 from .compile import Program, program_for
-from .doors import autocasting, run_call
+from .doors import disturbed, run_call, undisturbed
 from .eager import eager_loop
 from .errors import (
     BackendError,
@@ -179,8 +179,8 @@ def run_core(
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
     if backend not in BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
-    if autocasting():  # dtypes are those of the operands
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    if disturbed():
+        with undisturbed():
             return run_core(
                 core, seen, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs,
                 tune=tune,
@@ -250,16 +250,28 @@ def look(core: Callable) -> Reads:
 
 def _look(core: Callable) -> Reads:
     try:
-        seen = _looks.get(core)
+        seen = _kept(core)
     except TypeError:  # not hashable
         return reading.look(core)
     own = tuple([getattr(core, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__")])
     if seen is None or any([a is not b for a, b in zip(seen.own, own, strict=True)]) or not seen.current():
         seen = reading.look(core)
         seen.own = own
-        if not isinstance(core, types.MethodType):  # a bound method is a new object at every access
+        if isinstance(core, types.FunctionType):
+            vars(core)[reading.KEPT] = seen
+        elif seen.cyclic:  # what it reads keeps it alive
+            _looks.pop(core, None)
+        elif not isinstance(core, types.MethodType):  # a bound method is a new object at every access
             _looks[core] = seen
     return seen
+
+
+def _kept(core: Callable) -> Reads | None:
+    """A function carries what it reads itself: a closure over an object that holds the core would never die in a table."""
+    if not isinstance(core, types.FunctionType):
+        return _looks.get(core)
+    seen = vars(core).get(reading.KEPT)
+    return seen if seen is not None and seen.of() is core else None  # `functools.wraps` copies attributes
 
 
 _MOST_CALLS = 256

@@ -7,7 +7,6 @@ which saves intermediates, for the kernels of `flexsn.lowlevel`.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,10 +15,11 @@ from torch import Tensor, fx
 
 from . import _compat
 from .errors import FlexSNError, GraphCaptureError
+from .interfaces import require
+from .reads import lock  # AOTAutograd swaps what belongs to the whole process, and puts it back
 from .signature import core_name
 
 aten = torch.ops.aten
-_lock = threading.RLock()  # while AOTAutograd traces it swaps what belongs to the whole process, and puts it back
 
 
 def generate_inference_graph(fn: Callable[..., Any], example_inputs: Sequence[Any]) -> fx.Graph:
@@ -115,10 +115,11 @@ class _Traced:
 @contextlib.contextmanager
 def _capturing(traced: _Traced, flags: Sequence[bool]) -> Iterator[list[Tensor]]:
     """Fake tensors like the examples, in the surroundings in which a core is traced."""
+    require("flexsn.lowlevel")
     _compat.load_aot()
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
     autocasts = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
-    with _lock, _compat.quiet(), torch.inference_mode(False), torch.enable_grad(), autocasts[0], autocasts[1]:
+    with lock, _compat.quiet(), torch.inference_mode(False), torch.enable_grad(), autocasts[0], autocasts[1]:
         try:
             with fake:
                 tensors = [_like(e, flag) for e, flag in zip(traced.examples, flags, strict=True) if isinstance(e, Tensor)]

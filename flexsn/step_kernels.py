@@ -6,7 +6,6 @@ render and launch of `flexsn.scan`; such a kernel runs where its operands are, i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +37,6 @@ class StepKernel:
 
     def __init__(self, kind: str, info: FlexSNInfo, core: str):
         self.kind, self.info, self.core = kind, info, core
-        self._lock = threading.Lock()
         self._loaded: dict[tuple, Any] = {}
 
     def __repr__(self) -> str:
@@ -64,10 +62,9 @@ class StepKernel:
             roles = zip(saved_roles(self.info), self.info.c2k_return_mapping, strict=True)
             storage |= {role: given[role] if self.info.layout is None else storage[f"y{j}"] for role, j in roles}
         key = (device.type, tuple(storage.values()), present)
-        with self._lock:
-            if key not in self._loaded:
-                self._loaded[key] = self._load(device, storage, present)
-            return self._loaded[key]
+        if key not in self._loaded:  # threads that meet here get one and the same
+            self._loaded.setdefault(key, self._load(device, storage, present))
+        return self._loaded[key]
 
     def params(self, device: torch.device) -> dict[str, Tensor]:
         """What the kernel reads beside its operands, by role."""

@@ -6,6 +6,7 @@ An ATen graph is replayed as a core: recorded, decomposed and lowered by the sta
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -168,6 +169,7 @@ def generate_triton_code_str(graph: fx.Graph, fn_name: str) -> tuple[str, str]:
 
 
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as the standard library does
 _loaded: dict[tuple[str, str], Any] = {}
 
 

@@ -3,7 +3,7 @@
 The string is JSON. A graph is a list of nodes `[name, op, args, kwargs, meta]`; in arguments a recorded node is
 `{"node": name}`, and what JSON lacks is `{"dtype": ...}`, `{"layout": ...}`, `{"memory_format": ...}`, `{"device": ...}`.
 The device of the operands is `{"device": ""}`: the string names none. Reading it back imports and runs nothing but
-lookups of PyTorch operators by name.
+lookups of PyTorch operators by name; one that writes to its operands, or reaches files or other processes, is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from .signature import Signature
 FORMAT = 1
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_THINGS = {kind: {n: t for n, t in vars(torch).items() if isinstance(t, of)} for kind, of in _NAMED.items()}
+_OUTSIDE = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem", "debugprims", "profiler", "inductor", "flexsn"}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------------
@@ -133,10 +135,9 @@ def _read_meta(data: list) -> Meta:
 
 
 def _named(kind: str, word: str) -> Any:
-    thing = getattr(torch, word)
-    if not isinstance(thing, _NAMED[kind]):
+    if word not in _THINGS[kind]:
         raise ValueError(f"{word!r} is no {kind}")
-    return thing
+    return _THINGS[kind][word]
 
 
 def _read_trace(data: dict[str, Any], device: torch.device) -> Trace:
@@ -179,7 +180,11 @@ def _operator(name: str) -> Callable[..., Any]:
     if name == "getitem":
         return getitem
     namespace, packet, overload = name.split(".")
+    if namespace in _OUTSIDE or (namespace, packet) == ("aten", "from_file"):
+        raise ValueError(f"{name!r} does more than compute")
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     if not isinstance(found, torch._ops.OpOverload):
         raise ValueError(f"{name!r} is no operator")
+    if found._schema.is_mutable:
+        raise ValueError(f"{name!r} writes to its operands")
     return found

@@ -83,6 +83,13 @@ def poison(monkeypatch):
     monkeypatch.setattr(memory, "torch", _PoisonedTorch("torch"))
 
 
+@pytest.fixture(autouse=True)
+def _poisoned(request):
+    """On the CPU in every test: no result may rest on what memory held before."""
+    if request.config.getoption("--device") == "cpu":
+        request.getfixturevalue("poison")
+
+
 class Counts:
     """How many programs were captured, and how many kernels the compiler built."""
 

@@ -14,7 +14,7 @@ import torch
 from cores import leaky
 
 import flexsn
-from flexsn import launch_cpp, plan, render_cpp
+from flexsn import launch_cache, launch_compiler, launch_cpp, plan, render_cpp
 from flexsn.graph import Builder
 
 ROOT = Path(flexsn.__file__).parent.parent
@@ -82,7 +82,7 @@ def test_a_new_process_state_loads_from_disk(folder, counts, monkeypatch):
 def test_folder_that_others_can_write_is_not_used(folder, counts, monkeypatch):
     load()
     forget(monkeypatch)
-    launch_cpp._private_folder.cache_clear()
+    monkeypatch.setattr(launch_cache, "_private", None)
     folder.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="only this user"):
         kernel = load()
@@ -90,8 +90,8 @@ def test_folder_that_others_can_write_is_not_used(folder, counts, monkeypatch):
     run_tiny(kernel, 0.5)
 
 
-def test_folder_that_is_a_link_is_not_used(folder, counts, tmp_path):
-    launch_cpp._private_folder.cache_clear()
+def test_folder_that_is_a_link_is_not_used(folder, counts, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_cache, "_private", None)
     (tmp_path / "elsewhere").mkdir()
     folder.parent.mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
@@ -101,7 +101,7 @@ def test_folder_that_is_a_link_is_not_used(folder, counts, tmp_path):
 
 
 def test_folder_that_cannot_be_made(tmp_path, monkeypatch, counts):
-    launch_cpp._private_folder.cache_clear()
+    monkeypatch.setattr(launch_cache, "_private", None)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path / "file"))
     forget(monkeypatch)
@@ -151,23 +151,24 @@ def test_damaged_entry_is_built_anew(folder, counts, monkeypatch, damage):
 def test_what_the_key_depends_on(folder, monkeypatch):
     keys = {launch_cpp._key("a"), launch_cpp._key("b")}
     for name, value in (("_FLAGS", ("-O0",)), ("_header_text", lambda: "other"), ("_processor", lambda: "other"),
-                        ("_compiler_identity", lambda: ("/other/g++", "1", "2"))):  # fmt: skip
+                        ("_libraries", lambda source: ["/other/libtorch_cpu.so"])):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(launch_cpp, name, value)
             keys.add(launch_cpp._key("a"))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "0.0.0")
-        keys.add(launch_cpp._key("a"))
-    assert len(keys) == 7
+    for owner, name, value in ((torch, "__version__", "0.0.0"), (launch_compiler, "identity", lambda: ("/other/g++", "1", "2"))):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            keys.add(launch_cpp._key("a"))
+    assert len(keys) == 8
 
 
 def test_default_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("FLEXSN_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert launch_cpp.cache_folder() == tmp_path / "flexsn" / "cpp"
+    assert launch_cache.folder() == tmp_path / "flexsn" / "cpp"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert launch_cpp.cache_folder() == tmp_path / "home" / ".cache" / "flexsn" / "cpp"
+    assert launch_cache.folder() == tmp_path / "home" / ".cache" / "flexsn" / "cpp"
 
 
 # --- other processes and threads -----------------------------------------------------------------------------------------------

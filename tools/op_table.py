@@ -301,7 +301,7 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         flexsn_compile.BACKENDS["cpp"] = backend
-        with flexsn_compile._lock:  # programs that hold interpreted kernels
+        with flexsn_compile.lock:  # programs that hold interpreted kernels
             for cache in (flexsn_compile._exact, flexsn_compile._by_layout):
                 cache.clear()
 

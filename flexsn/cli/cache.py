@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..launch_cpp import cache_folder
+from ..launch_cache import folder as cache_folder
 from ..report.words import total
 from .outcome import Outcome
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import launch_cpp
 from ..backends import BACKENDS
-from ..doors import no_autocast, run_call
+from ..doors import run_call, undisturbed
 from ..errors import (
     BackendError,
     BackendUnavailableError,
@@ -90,7 +90,7 @@ def _explain_network(network: nn.Module, example: Sequence[Tensor], backend: str
 
 def _explain_one(subject: Subject, measure: bool) -> Report:
     call, launches, problem = None, {}, None
-    with torch.enable_grad(), no_autocast():
+    with torch.enable_grad(), undisturbed():
         try:
             call = _call(subject)
             launches = _launches(subject, call)

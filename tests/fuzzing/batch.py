@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsn import launch_cpp
+from flexsn import launch_cache, launch_cpp
 from flexsn.backends import BACKENDS
 from flexsn.plan import Plan
 
@@ -59,12 +59,12 @@ def build(kernels: Sequence[Deferred], flags: Sequence[str] = FAST_BUILD, folder
     sources = {source: i for i, source in enumerate(dict.fromkeys(k.source for k in kernels))}
     if not sources:
         return
-    place = folder or Path(tempfile.mkdtemp(prefix="batch-", dir=launch_cpp.cache_folder()))
+    place = folder or Path(tempfile.mkdtemp(prefix="batch-", dir=launch_cache.folder()))
     path = place / f"batch{next(_count)}.so"
     before = launch_cpp._FLAGS
     launch_cpp._FLAGS = tuple(flags)  # type: ignore[assignment]  # a tuple of another length
     try:
-        launch_cpp._build(joined(list(sources)), path)
+        launch_cpp._build(joined(list(sources)), path, "run_0")
     finally:
         launch_cpp._FLAGS = before
     for kernel in kernels:

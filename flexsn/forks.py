@@ -1,0 +1,40 @@
+"""Forked children run on one thread: OpenMP would wait there for the threads of the parent, for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def num_threads() -> int:
+    """`torch.get_num_threads()`, but 1 in a forked child."""
+    return 1 if _forked else torch.get_num_threads()
+
+
+def must_be_alone() -> bool:
+    """Whether PyTorch's own ops must be kept on one thread."""
+    return _forked and torch.get_num_threads() > 1
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """While inside, PyTorch's ops run on one thread; where nothing is inside, it is the user's matter."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

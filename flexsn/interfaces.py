@@ -1,0 +1,94 @@
+"""Which internal interfaces of PyTorch flexsn relies on, and what to say when one has moved.
+
+Each group is looked up when it is first needed. Where one is missing, a warning names it and the versions; what stands on
+it raises, so that `backend="auto"` takes the eager loop, and everything else goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+
+import torch
+
+from ._version import __version__
+from .errors import BackendUnavailableError, InterfaceWarning
+
+KNOWN = "2.11 to 2.13"  # versions of PyTorch in which all of these were seen
+
+INTERFACES = {
+    "fused kernels": (
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "torch._subclasses.fake_tensor:FakeTensor",
+        "torch._subclasses.fake_tensor:DataDependentOutputException",
+        "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+        "torch.utils._python_dispatch:_disable_current_modes",
+        "torch._decomp:decomposition_table",
+        "torch._dispatch.python:no_python_dispatcher",
+        "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+        "torch._guards:tracing",
+        "torch.overrides:_pop_mode",
+        "torch.overrides:_push_mode",
+        "torch.utils._device:DeviceContext",
+        "torch._C:_functorch.get_interpreter_stack",
+        "torch._C:_functorch.peek_interpreter_stack",
+        "torch._C:_len_torch_dispatch_stack",
+        "torch._C:_len_torch_function_stack",
+        "torch._C:_autograd._saved_tensors_hooks_get_disabled_error_message",
+    ),
+    "torch.compile": (
+        "torch._C._dynamo:eval_frame._FrameAction",
+        "torch._C._dynamo:eval_frame.set_code_exec_strategy",
+        "torch._dynamo.variables.higher_order_ops:TorchHigherOrderOperatorVariable",
+        "torch._higher_order_ops.utils:reenter_make_fx",
+        "torch._higher_order_ops.utils:unique_graph_id",
+        "torch.fx.experimental.proxy_tensor:disable_proxy_modes_tracing",
+        "torch.fx.experimental.proxy_tensor:track_tensor_tree",
+        "torch._inductor.lowering:fallback_handler",
+        "torch._inductor.lowering:register_lowering",
+        "torch._library.utils:get_layout_constraint_tag",
+    ),
+    "flexsn.lowlevel": (
+        "torch._functorch.aot_autograd:aot_export_joint_simple",
+        "torch._functorch.partitioners:min_cut_rematerialization_partition",
+    ),
+}
+
+
+def _is_there(interface: str) -> bool:
+    module, _, path = interface.partition(":")
+    try:
+        thing = importlib.import_module(module)
+        for name in path.split("."):
+            thing = getattr(thing, name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@functools.cache
+def moved(group: str) -> str | None:
+    """Which interfaces of a group this PyTorch lacks, as a sentence; None if all are there. Warns of it, once."""
+    with warnings.catch_warnings():  # of imports: PyTorch's own matters
+        warnings.simplefilter("ignore")
+        missing = [name.replace(":", ".") for name in INTERFACES[group] if not _is_there(name)]
+    if not missing:
+        return None
+    sentence = (
+        f"{group}: PyTorch {torch.__version__} has no {', '.join(f'`{name}`' for name in missing)},"
+        f" on which flexsn {__version__} relies (it knows PyTorch {KNOWN})"
+    )
+    warnings.warn(f"flexsn: {sentence}", InterfaceWarning, stacklevel=3)
+    return sentence
+
+
+def require(group: str) -> None:
+    """Raise if an interface of a group has moved.
+
+    Raises:
+        BackendUnavailableError: it has; the message names it and the versions.
+    """
+    sentence = moved(group)
+    if sentence is not None:
+        raise BackendUnavailableError(sentence, hint=f"Install PyTorch {KNOWN}, or a newer flexsn.")

@@ -1,0 +1,377 @@
+"""Load: thousands of modules made and dropped leave nothing; many threads call and compile at once, and build once."""
+
+import collections
+import copy
+import functools
+import gc
+import os
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from cores import leaky, lif
+from torch import nn
+
+import flexsn
+from flexsn import compile as compiling
+from flexsn import launch_cpp, launch_triton, memory, ops, reads
+
+MiB = 1 << 20
+
+
+def closure_neuron(scale=0.5, backend="cpp"):
+    w = nn.Parameter(torch.tensor([scale, scale, scale]))
+
+    def core(x, v):
+        v = v * w + x
+        return v * v, v
+
+    return flexsn.FlexSN(core, num_inputs=1, num_states=1, backend=backend)
+
+
+class Network(nn.Module):
+    """Its core is a closure over the network that holds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(3))
+
+        def core(x, v):
+            v = v * self.w + x
+            return v, v
+
+        self.neuron = flexsn.FlexSN(core, num_inputs=1, num_states=1, backend="cpp")
+
+    def forward(self, x):
+        return self.neuron(x)
+
+
+class Callable:
+    """A core that holds its own neuron."""
+
+    def __init__(self):
+        self.decay = 0.5
+        self.neuron = flexsn.FlexSN(self, num_inputs=1, num_states=1, backend="cpp")
+
+    def __call__(self, x, v):
+        v = v * self.decay + x
+        return v, v
+
+
+def executed():
+    names = {"torch": torch}
+    exec("decay = 0.5\ndef core(x, v):\n    v = v * decay + x\n    return v, v", names)
+    return names["core"]
+
+
+def use(module, x):
+    module(x).sum().backward()
+
+
+# --- nothing is left --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [closure_neuron, Network], ids=["closure", "closure over its network"])
+def test_a_dropped_module_dies(make):
+    module = make()
+    for _ in range(2):
+        use(module, torch.randn(4, 3))
+        flexsn.reset_net(module)
+    dead = [weakref.ref(module), *(weakref.ref(p) for p in module.parameters())]
+    del module
+    gc.collect()
+    assert [ref() for ref in dead] == [None] * len(dead)
+
+
+@pytest.mark.parametrize("make", [Callable, executed], ids=["callable", "exec"])
+def test_a_dropped_core_dies(make):
+    core = make()
+    for _ in range(2):
+        flexsn.scan(core, [torch.randn(4, 3)], [None], backend="cpp")
+    dead = weakref.ref(core)
+    del core
+    gc.collect()
+    assert dead() is None
+
+
+def test_a_refused_core_dies_and_its_error_is_the_same_again():
+    def attempt(w):
+        def core(x, v):
+            return x - v.mean() * w, v
+
+        found = []
+        for _ in range(2):
+            with pytest.raises(flexsn.errors.NotElementwiseError) as caught:
+                flexsn.scan(core, [torch.randn(2, 3)], [None], backend="cpp")
+            found.append(caught.value)
+        assert found[0] is not found[1] and str(found[0]) == str(found[1]) and vars(found[0]) == vars(found[1])
+        return weakref.ref(core), weakref.ref(w)
+
+    dead = attempt(torch.ones(3))
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None]
+
+
+def test_a_wrapper_does_not_take_what_its_function_reads():
+    def decorated(function):
+        @functools.wraps(function)
+        def wrapper(x, v):
+            y, v = function(x, v)
+            return y + gain, v
+
+        gain = torch.tensor(float(len(vars(function)) + 1))
+        return wrapper
+
+    x = torch.randn(3, 2)
+    core = lambda x, v: (x, v)
+    for _ in range(3):
+        want = flexsn.scan(core, [x], [None], backend="torch").outputs[0]
+        assert torch.equal(flexsn.scan(core, [x], [None], backend="cpp").outputs[0], want)
+        core = decorated(core)
+
+
+def caches():
+    """Entries of everything in flexsn that is kept between calls."""
+    modules = (compiling, launch_cpp, launch_triton, ops, reads, memory, sys.modules["flexsn.scan"])
+    tables = {f"{m.__name__}.{n}": t for m in modules
+              for n, t in vars(m).items() if isinstance(t, (dict, list, set, collections.abc.MutableMapping)) and not n.startswith("__")}  # fmt: skip
+    assert {"flexsn.compile._exact", "flexsn.launch_cpp._kernels", "flexsn.scan._looks", "flexsn.ops._launches"} <= set(tables)
+    return {name: len(table) for name, table in tables.items()}
+
+
+def footprint():
+    gc.collect()
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "libraries": sum(".so" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+        **caches(),
+    }
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_and_drop(count, every):
+    x = torch.randn(5, 3)
+    for k in range(count):
+        module = closure_neuron() if k % 2 else copy.deepcopy(closure_neuron())
+        if k % every == 0:
+            use(module, x)
+            if k % 50 == 0:
+                use(Network(), x)
+
+
+@pytest.mark.parametrize(("count", "every"), [(10_000, 20), pytest.param(10_000, 1, marks=pytest.mark.slow)])
+def test_modules_made_and_dropped_leave_nothing(count, every):
+    """`every` so many, one is called and differentiated."""
+    make_and_drop(200, 1)
+    before, memory_before = footprint(), resident()
+    make_and_drop(count, every)
+    assert footprint() == before
+    grown = resident() - memory_before
+    assert grown < 4 * MiB + 100 * count, f"{grown / count:.0f} bytes per module stayed"
+
+
+def test_kernels_that_no_program_uses_are_unloaded(monkeypatch):
+    """Also: distinct cores without end do not fill the table of mapped files."""
+    monkeypatch.setattr(compiling, "_CACHE_SIZE", 2)
+    for table in ("_exact", "_by_layout", "_refused"):
+        monkeypatch.setattr(compiling, table, collections.OrderedDict())
+    kept = closure_neuron()
+    x = torch.randn(4, 3)
+    paths = []
+    for k in range(4):
+        names = {}
+        exec(f"def core(x, v):\n    v = v * 0.{k + 1}2345 + x\n    return v, v", names)
+        flexsn.scan(names["core"], [x], [None], backend="cpp")
+        ((_, program),) = [(key, p) for key, (p, _) in list(compiling._exact.items())[-1:]]
+        paths += [kernel.path.name for kernel in program._kernels.values()]
+        del names, program
+    use(kept, x)
+    gc.collect()
+    mapped = Path("/proc/self/maps").read_text()
+    assert len(set(paths)) == 4
+    assert [path in mapped for path in paths[:2]] == [False, False]
+
+
+def test_programs_of_one_layout_are_bounded(monkeypatch):
+    """A core that depends on its size needs a program per size."""
+    monkeypatch.setattr(compiling, "_MOST_CANDIDATES", 3)
+    monkeypatch.setattr(compiling, "_by_layout", collections.OrderedDict())
+
+    def core(x, v):
+        return x * float(x.shape[0]), v
+
+    for n in (2, 3, 4, 5, 6, 7):
+        x = torch.randn(3, n)
+        assert torch.equal(flexsn.scan(core, [x], [None], backend="cpp").outputs[0], x * n)
+    assert [len(candidates) for candidates in compiling._by_layout.values()] == [3]
+
+
+# --- many threads ---------------------------------------------------------------------------------------------------------
+def at_once(jobs):
+    """Run functions in a thread each, released together; their results, in order."""
+    barrier = threading.Barrier(len(jobs))
+
+    def run(job):
+        torch.set_num_threads(1)
+        barrier.wait(60)
+        return job()
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [f.result(120) for f in [pool.submit(run, job) for job in jobs]]
+
+
+@pytest.fixture
+def cold(counts, tmp_path, monkeypatch):
+    """An empty cache on disk and in memory."""
+    monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(launch_cpp, "_kernels", weakref.WeakValueDictionary())
+    return counts
+
+
+def test_64_threads_on_one_module():
+    module = closure_neuron(backend="auto")
+    inputs = [torch.randn(20, 50, 3) for _ in range(64)]
+    want = [flexsn.scan(module.core, [x], [None], backend="torch").outputs[0] for x in inputs]
+
+    def job(x):
+        return [module.run((x,), (None,), False)[0][0] for _ in range(3)]
+
+    found = at_once([functools.partial(job, x) for x in inputs])
+    assert all(torch.equal(y, w) for ys, w in zip(found, want, strict=True) for y in ys)
+
+
+def test_64_threads_that_compile_the_same_core_build_once(cold):
+    def core(x, v):
+        v = v * 0.53125 + x
+        return v * v, v
+
+    x = torch.randn(20, 65)
+    (want,) = flexsn.scan(core, [x], [None], backend="torch").outputs
+    want_grad = 2.0 * want.detach()
+
+    def job():
+        own = x.clone().requires_grad_()
+        (y,) = flexsn.scan(core, [own], [None], backend="cpp").outputs
+        torch.autograd.backward(y, want_grad)
+        return y.detach(), own.grad
+
+    found = at_once([job] * 64)
+    assert cold.programs == 1 and cold.builds == 2  # forward and backward
+    assert all(torch.equal(y, want) and torch.equal(g, found[0][1]) for y, g in found)
+
+
+def test_threads_that_compile_different_cores_build_each_once(cold):
+    def core_of(k):
+        def core(x, v):
+            v = v * (0.25 + k / 64) + x
+            return v * v, v
+
+        return core
+
+    cores = [core_of(k) for k in range(3)]
+    x = torch.randn(20, 65)
+    want = [flexsn.scan(core, [x], [None], backend="torch").outputs[0] for core in cores]
+    jobs = [functools.partial(flexsn.scan, cores[k % 3], [x], [None], backend="cpp") for k in range(64)]
+    found = at_once(jobs)
+    assert cold.builds == 3
+    assert all(torch.equal(result.outputs[0], want[k % 3]) for k, result in enumerate(found))
+
+
+def test_threads_that_wait_for_a_failing_build_all_hear_why(cold, monkeypatch):
+    def fail(source, path):
+        cold.builds += 1
+        raise flexsn.errors.BuildError("no luck", hint="try again")
+
+    monkeypatch.setattr(launch_cpp, "_build", fail)
+
+    def job():
+        with pytest.raises(flexsn.errors.BuildError, match="no luck") as caught:
+            flexsn.scan(leaky, [torch.ones(2, 3)], [None], [torch.tensor(0.5)], backend="cpp")
+        return caught.value
+
+    found = at_once([job] * 16)
+    assert all(error.hint == "try again" for error in found) and len(set(map(id, found))) == 16
+    assert launch_cpp._builds == {}
+
+
+def test_an_interrupted_build_is_taken_over(cold, monkeypatch):
+    build, first, started = launch_cpp._build, [True], threading.Event()
+
+    def interrupted_once(source, path):
+        if first:
+            first.clear()
+            started.set()
+            waiting.wait(60)
+            raise KeyboardInterrupt
+        build(source, path)
+
+    monkeypatch.setattr(launch_cpp, "_build", interrupted_once)
+    waiting, caught = threading.Event(), []
+    x = torch.randn(4, 3)
+
+    def work():
+        return flexsn.scan(leaky, [x], [None], [torch.tensor(0.5)], backend="cpp").outputs[0]
+
+    def interrupted():
+        try:
+            work()
+        except KeyboardInterrupt as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=interrupted)
+    thread.start()
+    assert started.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(work)
+        waiting.set()
+        want = flexsn.scan(leaky, [x], [None], [torch.tensor(0.5)], backend="torch").outputs[0]
+        assert torch.equal(result.result(60), want)
+    thread.join(60)
+    assert len(caught) == 1
+
+
+def test_threads_train_networks_of_their_own():
+    def job(seed):
+        generator = torch.Generator().manual_seed(seed)
+        w = nn.Parameter(torch.rand(3, generator=generator))
+        x = torch.randn(10, 8, 3, generator=generator)
+        found = []
+        for backend in ("cpp", "torch"):
+            w.grad = None
+            (y,) = flexsn.scan(lif, [x], [None], [w + 1.5, torch.tensor(0.5)], backend=backend).outputs
+            (y * x).sum().backward()
+            found.append((y.detach(), w.grad))
+        return found
+
+    for (y, grad), (want, want_grad) in at_once([functools.partial(job, k) for k in range(16)]):
+        assert torch.equal(y, want)
+        torch.testing.assert_close(grad, want_grad)
+
+
+def test_a_core_that_is_a_closure_over_its_network():
+    """PyTorch's walks over modules end, and a copy has parameters of its own."""
+    net = Network()
+    x = torch.randn(4, 3)
+    net.eval().train()
+    assert list(net.state_dict()) == ["w"] and "FlexSN" in repr(net)
+    net.load_state_dict({"w": torch.full((3,), 0.25)})
+    assert [name for name, _ in net.named_parameters()] == ["w"]
+    seen = []
+    net.apply(lambda module: seen.append(type(module).__name__))
+    assert seen.count("Network") == 1
+    use(net, x)
+    assert net.w.grad is not None and torch.equal(net.neuron.states[0], flexsn.scan(net.neuron.core, [x], [None]).states[0])
+    flexsn.reset_net(net)
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.w.fill_(0.75)
+    flexsn.reset_net(other)
+    assert not torch.equal(other(x), net(x))
+    use(other.double(), x.double())
+    assert other.w.grad.dtype == torch.float64 and net.w.dtype == torch.float32

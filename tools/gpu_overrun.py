@@ -1,0 +1,14 @@
+"""A kernel that is told of more neurons than its arrays have: what `tools/gpu_memcheck.sh` must find."""
+
+import torch
+
+import flexsn
+from flexsn import compile as compiling
+
+x = torch.ones(4, 1000, device="cuda")
+flexsn.scan(lambda x, v: (x * 0.5 + v, v + x), [x], [None], backend="triton")
+((program, _),) = compiling._exact.values()
+(kernel,) = program._kernels.values()
+arrays = [{"x0": x}.get(a.role) for a in kernel.plan.reads] + [torch.empty(4, 1000, device="cuda") for _ in kernel.plan.writes]
+kernel(arrays, [], 4, 100_000)
+torch.cuda.synchronize()

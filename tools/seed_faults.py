@@ -1,0 +1,231 @@
+# ruff: noqa: E501  (a table)
+"""Seeded faults: one change of the package each, in a copy of it, and the test that must fail then.
+
+python tools/seed_faults.py            # all of them (minutes): prints caught or NOT CAUGHT
+python tools/seed_faults.py lock hash  # those whose name contains a word
+python tools/seed_faults.py --write    # all, and the table of docs/guarantees.md anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "guarantees.md"
+BEGIN, END = "<!-- seeded faults: written by tools/seed_faults.py -->", "<!-- end of seeded faults -->"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: in `file`, `text` (which stands there once) becomes `wrong`; `test` must fail."""
+
+    name: str
+    file: str
+    text: str
+    wrong: str
+    test: str
+
+
+FAULTS = [
+    Fault(
+        "the backward does not reload checkpoints", "render_cpp.py",
+        'f"        if (start > 0) std::memcpy({role}_row, {a.role}_seq', 'f"        if (start < 0) std::memcpy({role}_row, {a.role}_seq',
+        "test_parity.py::test_wide_state_core_with_longer_chunks",
+    ),
+    Fault(
+        "the last chunk ends one step early", "render_cpp.py", "const int64_t end = start + K < T ? start + K : T;",
+        "const int64_t end = start + K < T ? start + K : T - (T > K);", "test_parity.py::test_final_states[leaky-float32]",
+    ),
+    Fault(
+        "rows are read past the end of an array", "cpp/tile.h", "if (full) return row;", "if (true) return row;",
+        "test_sanitizers.py::test_nothing_beside_the_arrays_is_touched[far-(torch.float32,)]",
+    ),
+    Fault(
+        "one element too many is stored", "cpp/tile.h", "for (int64_t i = 0; i < n; ++i) out[begin + i]", "for (int64_t i = 0; i <= n; ++i) out[begin + i]",
+        "test_sanitizers.py::test_nothing_beside_the_arrays_is_touched[far-(torch.float32,)]",
+    ),
+    Fault(
+        "half inputs are rounded after every op", "blueprint.py", "torch.float32 if m.dtype in HALF else m.dtype) for i, m", "m.dtype) for i, m",
+        "test_parity.py::test_final_states[leaky-float16]",
+    ),
+    Fault(
+        "the compiler may contract a * b + c", "launch_cpp.py", '"-ffp-contract=off"', '"-ffp-contract=fast"', "test_parity.py::test_final_states[leaky-float32]",
+    ),
+    Fault(
+        "a folder that others can write is used", "launch_cache.py", "bool(info.st_mode & stat.S_IWOTH or", "bool(0 or",
+        "test_security.py::test_folders_that_others_can_write",
+    ),
+    Fault(
+        "an entry that others can write is loaded", "launch_cache.py", "info.st_uid != os.getuid() or info.st_mode & 0o022:", "False:",
+        "test_security.py::test_a_planted_library_is_not_loaded[an entry that everybody can write]",
+    ),
+    Fault(
+        "links are followed", "launch_cache.py", "os.O_RDONLY | os.O_NOFOLLOW", "os.O_RDONLY", "test_launch_cpp.py::test_entry_that_is_a_link_is_not_loaded",
+    ),
+    Fault(
+        "the hash of an entry is not looked at", "launch_cache.py", "return hashlib.sha256(file.read()).hexdigest() == path",
+        "return hashlib.sha256(file.read()).hexdigest() != path", "test_faults.py::test_a_damaged_entry_is_built_anew[one bit]",
+    ),
+    Fault(
+        "the key forgets the compiler", "launch_cpp.py", "*launch_compiler.identity(), _processor()", "_processor()",
+        "test_launch_cpp.py::test_what_the_key_depends_on",
+    ),
+    Fault(
+        "a library enters the cache untried", "launch_cpp.py", "        _entry_point(library, None)\n", "",
+        "test_faults.py::test_a_compiler_that_makes_something_else[text]",
+    ),
+    Fault(
+        "the compiler is run by a shell", "launch_compiler.py", "            list(command), stdin", '            " ".join(command), shell=True, stdin',
+        "test_security.py::test_odd_paths_reach_the_compiler_as_they_are",
+    ),
+    Fault(
+        "a compiler may take for ever", "launch_compiler.py", "        if left <= 0:\n            return None\n", "        left = 1.0\n",
+        "test_faults.py::test_a_compiler_that_hangs",
+    ),
+    Fault(
+        "all that a compiler says is kept", "launch_compiler.py", "(kept + block)[-_KEPT:]", "kept + block",
+        "test_faults.py::test_a_compiler_that_prints_megabytes",
+    ),
+    Fault(
+        "a full disk is taken for a failing compiler", "launch_compiler.py", 'if "No space left" in said', 'if "nothing" in said',
+        "test_faults.py::test_a_full_disk",
+    ),
+    Fault(
+        "threads do not wait for each other's builds", "launch_cpp.py", "kernel, build = _kernels.get(key), _builds.get(key)",
+        "kernel, build = _kernels.get(key), None", "test_load.py::test_64_threads_that_compile_the_same_core_build_once",
+    ),
+    Fault(
+        "a core is captured without the lock", "compile.py", "    with lock:\n        if exact in", "    if True:\n        if exact in",
+        "test_load.py::test_64_threads_that_compile_the_same_core_build_once",
+    ),
+    Fault(
+        "kernels use threads in a forked child", "forks.py", "return 1 if _forked else torch", "return torch",
+        "test_faults.py::test_in_a_forked_child[threads of a kernel]",
+    ),
+    Fault(
+        "ops inside a call use threads in a forked child",
+        "forks.py",
+        "return _forked and torch.get_num_threads() > 1",
+        "return False",
+        "test_faults.py::test_in_a_forked_child[forward and backward]",
+    ),
+    Fault(
+        "a fork does not wait for the lock", "reads.py", "os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)\n",
+        "", "test_faults.py::test_a_fork_while_a_thread_has_swapped_what_a_core_captured",
+    ),
+    Fault(
+        "a table keeps every core", "scan.py", "    if not isinstance(core, types.FunctionType):\n        return _looks.get(core)\n",
+        "    _looks[core] = vars(core).get(reading.KEPT)\n    if not isinstance(core, types.FunctionType):\n        return _looks.get(core)\n",
+        "test_load.py::test_a_dropped_module_dies[closure over its network]",
+    ),
+    Fault(
+        "values of a trace hold autograd's graph", "capture.py", "            _let_go(recorder.graph)\n", "", "test_load.py::test_a_dropped_module_dies[closure]",
+    ),
+    Fault(
+        "kernels are never unloaded", "launch_cpp.py", "        weakref.finalize(owner, _ctypes.dlclose, library._handle).atexit = False\n", "        pass\n",
+        "test_load.py::test_kernels_that_no_program_uses_are_unloaded",
+    ),
+    Fault(
+        "names of the user stand in code as they are", "naming.py", '    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,40}", name) or', "    if",
+        "test_security.py::test_no_text_of_a_stranger_reaches_generated_code[lif]",
+    ),
+    Fault(
+        "comments hold what the user wrote", "statements.py", 'return re.sub(r"[^\\x20-\\x7e]|\\\\|\\?\\?", "_", text)[:110].rstrip()', "return text[:110].rstrip()",
+        "test_security.py::test_what_stands_in_comments_stays_there",
+    ),
+    Fault(
+        "a program may name any operator", "text.py", "    if found._schema.is_mutable:\n", "    if False:\n",
+        "test_security.py::test_operators_that_do_more_than_compute_are_refused",
+    ),
+    Fault(
+        "operators do not look at what they are given", "ops.py", "    for a in launch.kernel.plan.reads:\n", "    for a in ():\n",
+        "test_security.py::test_operands_of_the_operators_are_checked",
+    ),
+    Fault(
+        "a moved interface is not named", "interfaces.py", "    if not missing:\n", "    if True:\n", "test_compatibility.py::test_it_is_said_once",
+    ),
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of what the tests need."""
+    with tempfile.TemporaryDirectory(prefix="flexsn-fault-") as folder:
+        for name in ("flexsn", "tests", "docs", "tools", "README.md", "pyproject.toml"):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, Path(folder) / name)
+        yield Path(folder)
+
+
+def passes(folder: Path, tests: Iterable[str], limit: float = 1500) -> bool:
+    """Whether tests of a copy pass, within so many seconds."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode > 1:  # 1: tests failed; negative: they killed the process
+        raise SystemExit(f"pytest did not run {', '.join(tests)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 0
+
+
+def caught(fault: Fault) -> bool:
+    """Whether the test fails on a copy of the package with the fault."""
+    with copied() as folder:
+        file = folder / "flexsn" / fault.file
+        text = file.read_text()
+        if text.count(fault.text) != 1:
+            raise SystemExit(f"{fault.name}: its text stands {text.count(fault.text)} times in {fault.file}; adapt tools/seed_faults.py")
+        file.write_text(text.replace(fault.text, fault.wrong))
+        return not passes(folder, [fault.test], limit=180)
+
+
+def row(fault: Fault, found: bool) -> str:
+    return f"| {fault.name} | `{fault.file}` | `{fault.test.replace('::', '`: `')}` | {'yes' if found else '**no**'} |"
+
+
+def write(results: dict[Fault, bool]) -> None:
+    """The table of the page, with new rows for the faults that ran; the others stay as they are."""
+    text = PAGE.read_text()
+    start, end = text.index(BEGIN), text.index(END)
+    old = {line.split(" | ")[0].removeprefix("| "): line for line in text[start:end].splitlines() if line.startswith("| ")}
+    rows = [row(f, results[f]) if f in results else old[f.name] for f in FAULTS if f in results or f.name in old]
+    PAGE.write_text(
+        "\n".join([text[:start] + BEGIN, "| seeded fault | in | test | caught |", "| --- | --- | --- | --- |", *rows, text[end:]])
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    chosen = [f for f in FAULTS if not arguments.words or any(w in f.name for w in arguments.words)]
+    results = {}
+    with copied() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        control = pool.submit(passes, folder, sorted({fault.test for fault in chosen}))
+        for fault, found in zip(chosen, pool.map(caught, chosen), strict=True):
+            results[fault] = found
+            print(f"{'caught' if found else 'NOT CAUGHT'}: {fault.name} ({fault.test})", flush=True)
+        if not control.result():
+            raise SystemExit("the tests do not pass without a fault")
+    print("without a fault all tests pass", flush=True)
+    if arguments.write:
+        write(results)
+    return 0 if all(results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
