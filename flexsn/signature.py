@@ -192,7 +192,8 @@ def check_values(sig: Signature, values: Sequence[Tensor], device: torch.device)
             raise ReturnTypeError(f"return value {i} must be a dense tensor, not {refusal[0]}", core=sig.core, hint=refusal[1])
         if value.dtype not in DTYPES:
             raise UnsupportedDtypeError(f"return value {i} has dtype {value.dtype}", core=sig.core, hint=dtype_hint(value.dtype))
-        if value.device != device and not (value.dim() == 0 and value.device.type == "cpu"):
+        same = value.device == device or (value.device.type == device.type and device.index is None)  # "cuda": the current one
+        if not same and not (value.dim() == 0 and value.device.type == "cpu"):
             raise DeviceMismatchError(f"return value {i} is on {value.device} but the operands are on {device}", core=sig.core)
 
 
