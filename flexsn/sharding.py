@@ -141,6 +141,7 @@ def _local(tensor: Tensor | None, layout: Layout, step: Sequence[int]) -> Tensor
     """The part of an operand that this rank's kernel reads."""
     if tensor is None or not is_dtensor(tensor):
         return tensor
+    tensor = tensor.detach() if tensor.requires_grad else tensor  # below autograd; PyTorch 2.11 would do it in place, and cannot
     return tensor.redistribute(placements=layout.placements(tensor.shape, step)).to_local()  # type: ignore[attr-defined]
 
 
