@@ -81,7 +81,7 @@ FAULTS = [
         "test_launch_cpp.py::test_what_the_key_depends_on",
     ),
     Fault(
-        "a library enters the cache untried", "launch_cpp.py", "        _entry_point(library, None)\n", "",
+        "a library enters the cache untried", "launch_cpp.py", "        _entry_point(library, None, symbol)\n", "",
         "test_faults.py::test_a_compiler_that_makes_something_else[text]",
     ),
     Fault(
