@@ -201,6 +201,19 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hooks of `Tensor.register_hook` rest: they are for real gradients."""
+    resting = [(hooks, dict(hooks)) for t in tensors if (hooks := t._backward_hooks)]  # 2.11, 2.13: the dict that the engine reads
+    for hooks, _ in resting:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in resting:
+            hooks.update(kept)
+
+
 def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function: where it runs inside a compiled region, Dynamo compiles neither it nor what it calls."""
     try:

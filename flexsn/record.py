@@ -502,7 +502,7 @@ class Recorder(TorchDispatchMode):
         if not given or not wanted:
             return [None] * len(sources)
         self.in_backward = True
-        with self:
+        with self, _compat.without_hooks(wanted):
             found = iter(self.gradients(values, wanted, given, cotangents))
         per_source = [next(found) if t.requires_grad else None for t in sources]
         return [None if g is None else self.node_of(g) for g in per_source]

@@ -29,7 +29,7 @@ def test_architecture_shows_the_output_of_every_stage():
 def test_readme_snippets_run():
     text = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     torch.manual_seed(0)
     names: dict = {}
     exec(compile("\n".join(blocks), "README.md", "exec"), names)

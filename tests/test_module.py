@@ -504,3 +504,19 @@ def test_workers_of_a_loader(start):
     loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=start)
     (got,) = list(loader)
     assert torch.equal(got, want)
+
+
+def test_hooks_of_params_see_real_gradients_alone():
+    """Capture differentiates the core too: what is registered on its parameters is not for that."""
+    w, seen = torch.nn.Parameter(torch.tensor(2.0)), []
+    w.register_hook(lambda grad: seen.append(grad.detach().clone()))
+    w.register_hook(lambda grad: grad * 2)
+
+    def core(x, v):
+        h = v + (x - v) / w
+        return h, h
+
+    neuron = FlexSN(core, 1, 1, strict=True)
+    neuron(torch.rand(5, 3)).sum().backward()
+    assert len(seen) == 1 and type(seen[0]) is torch.Tensor
+    torch.testing.assert_close(w.grad, 2 * seen[0])
