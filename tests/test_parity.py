@@ -528,6 +528,7 @@ def _grow(tree, env):
     return (_UNARY | _BINARY)[name](*(_grow(part, env) for part in parts))
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
 @given(trees=st.tuples(_trees, _trees, _trees, _trees), T=st.sampled_from([1, K - 1, K + 1, 2 * K + 3]), seed=st.integers(0, 100))
 def test_random_cores(trees, T, seed):

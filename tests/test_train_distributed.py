@@ -94,6 +94,7 @@ def resumes(processes, tmp_path):
     assert [path.name for path in out.glob("step_*")] == ["step_00000090"]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path):
     resumes(1, tmp_path)
 
