@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import linecache
-import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,10 +16,8 @@ from . import _compat
 from .decompose import decomposition
 from .errors import (
     CapturedMutationError,
-    CapturedTensorError,
     ControlFlowError,
     CoreError,
-    DeviceMismatchError,
     FlexSNError,
     InPlaceError,
     NotElementwiseError,
@@ -35,8 +29,8 @@ from .errors import (
     UnsupportedValueError,
 )
 from .lower import RULES
-from .places import INTERNAL, in_subpackage, replayed
-from .signature import DTYPES, Signature, dtype_hint, not_dense
+from .signature import DTYPES, Signature, dtype_hint
+from .tape import Tape, getitem, run_core
 
 aten = torch.ops.aten
 
@@ -88,10 +82,6 @@ def run_refusing(core: Callable, operands: list[Tensor], recorder: Recorder) -> 
     return returned
 
 
-def run_core(core: Callable, operands: list[Tensor]) -> Any:  # a frame of its own: where the user's frames begin
-    return core(*operands)
-
-
 class ValueReads(TorchFunctionMode):
     """Catches what never reaches the dispatcher: `.tolist()`, `.numpy()`, and tells `if t:` from `.item()`."""
 
@@ -110,122 +100,14 @@ class ValueReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Tape, TorchDispatchMode):
     def __init__(self, sig: Signature, fake: Any, device: torch.device, captured: dict[str, Tensor], vjp: bool):
-        super().__init__()
-        self.device = device
-        self.sig, self.fake, self.vjp = sig, fake, vjp
-        self.graph = fx.Graph()
-        self.tracked: dict[int, tuple[Tensor, fx.Node]] = {}  # the tensor is kept so that its id stays its own
-        self.real: dict[int, tuple[Tensor, str]] = {}
-        for path, tensor in captured.items():
-            self.real.setdefault(id(tensor), (tensor, path))
-        self.captured_nodes: dict[str, fx.Node] = {}
-        self.captured_tensors: dict[str, Tensor] = {}
-        self.constants: dict[str, Tensor] = {}
-        self.operand_names: dict[fx.Node, str] = {}
+        super().__init__(sig, fake, device, captured)
+        self.vjp = vjp
         self.error: FlexSNError | None = None  # to be raised after the core ran
         self.refused: FlexSNError | None = None  # was raised inside the core, which may have caught it
         self.user_op: Any = None  # the op the user wrote, while it is being decomposed
-        self.user_line: str | None = None
         self.in_backward = False
-
-    # --- tensors and nodes ------------------------------------------------------------------------------------------
-    def placeholder(self, fake: Tensor, name: str, kind: str) -> fx.Node:
-        node = self.graph.placeholder(name)
-        node.meta.update(kind=kind, val=fake.detach(), role=name)
-        self.tracked[id(fake)] = (fake, node)
-        self.operand_names[node] = name
-        return node
-
-    def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node of a tensor; a real tensor met for the first time becomes an extra, static operand."""
-        if id(tensor) in self.tracked:
-            return self.tracked[id(tensor)][1]
-        if isinstance(tensor, _compat.FakeTensor):
-            raise FlexSNError(
-                "uses a tensor left over from another run of the core", core=self.sig.core, line=self.line(),
-                hint="A core must not keep tensors between steps except by returning them as states.",
-            )  # fmt: skip
-        _, path = self.real.get(id(tensor), (tensor, None))
-        if path is None:
-            return self.unnamed(tensor)
-        if refusal := not_dense(tensor):
-            raise UnsupportedValueError(
-                f"captured tensor `{path}` must be a dense tensor, not {refusal[0]}", core=self.sig.core, line=self.line(), hint=refusal[1]
-            )
-        if tensor.dtype not in DTYPES:
-            raise UnsupportedValueError(
-                f"captured tensor `{path}` has dtype {tensor.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(tensor.dtype)
-            )
-        if tensor.device != self.device and (tensor.dim() or tensor.device.type != "cpu"):
-            raise DeviceMismatchError(
-                f"captured tensor `{path}` is on {tensor.device} but the operands are on {self.device}",
-                core=self.sig.core,
-                line=self.line(),
-            )
-        with self.fake:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        node = self.graph.placeholder("captured_" + re.sub(r"\W", "_", path))
-        node.meta.update(kind="static", val=fake, role=path)
-        self.tracked[id(tensor)] = (tensor, node)
-        self.captured_nodes[path] = node
-        self.captured_tensors[path] = tensor
-        return node
-
-    def unnamed(self, tensor: Tensor) -> fx.Node:
-        """A tensor that the core reached by no path that can be read again: bound as the object that it is."""
-        if tensor.requires_grad:
-            raise CapturedTensorError(
-                "uses a tensor that requires grad and that flexsn cannot find again by name", core=self.sig.core, line=self.line(),
-                hint="Pass it in `params`, or keep it in a closure variable, a global, or a module attribute.",
-            )  # fmt: skip
-        node = self.constant(tensor)
-        self.tracked[id(tensor)] = (tensor, node)
-        return node
-
-    def constant(self, tensor: Tensor) -> fx.Node:
-        """A tensor made inside the core from Python values."""
-        if tensor.device.type == "meta":
-            raise UnsupportedOpError("makes a tensor on the meta device, where it has no values", core=self.sig.core, line=self.line())
-        name = f"constant_{len(self.constants)}"
-        with self.fake:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        if tensor.numel() == 1 and tensor.dim() == 0 and not tensor.is_complex() and id(tensor) not in self.tracked:
-            with _compat.disable_modes():
-                value = tensor.item()
-            return self.uniform(fake, value)
-        node = self.graph.placeholder(name)
-        node.meta.update(kind="static", val=fake, role=name)
-        self.constants[name] = tensor
-        return node
-
-    def uniform(self, val: Tensor, value: Any, kind: str = "static") -> fx.Node:
-        """A tensor of one value: a number in the kernel. `step` if its shape is that of a step tensor."""
-        kwargs: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
-        node = self.graph.create_node("call_function", aten.full.default, (list(val.shape), value), kwargs)
-        node.meta.update(kind=kind, val=val, uniform=value, line=self.line())
-        return node
-
-    def line(self) -> str | None:
-        """`file:number: text` of the user's statement that is being executed."""
-        if self.user_line is not None:
-            return self.user_line
-        if replayed.line is not None:
-            return replayed.line
-        frame: FrameType | None = sys._getframe(1)
-        core: FrameType | None = None  # of a core that flexsn itself has: the outermost in a subpackage
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if frame.f_code is run_core.__code__:
-                return None if core is None else _line_of(core)
-            if frame.f_code is Recorder.differentiate.__code__:
-                return None
-            if not name.startswith(INTERNAL) and not name.startswith("<eval_with_key>"):
-                return _line_of(frame)
-            core = frame if in_subpackage(name) else core
-            frame = frame.f_back
-        return None
 
     # --- refusals -----------------------------------------------------------------------------------------------------
     def raise_refusals(self) -> None:
@@ -468,11 +350,6 @@ class Recorder(TorchDispatchMode):
             return val
         return self.track(val, node)
 
-    def track(self, val: Any, node: fx.Node):
-        if isinstance(val, Tensor):
-            self.tracked[id(val)] = (val, node)
-        return val
-
     def evaluate(self, func, args, kwargs):
         fakes = _map((args, kwargs), lambda t: t if isinstance(t, _compat.FakeTensor) else self.node_of(t).meta["val"])
         try:
@@ -530,19 +407,10 @@ class Recorder(TorchDispatchMode):
         return grad(list(given))
 
 
+Recorder.stops = (Recorder.differentiate.__code__,)
+
 _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",
              "aten::sym_numel", "aten::dim", "aten::storage_offset", "aten::is_pinned"}  # fmt: skip
-
-
-def getitem(value, index):
-    return value[index]
-
-
-def _line_of(frame: FrameType) -> str:
-    """`file:number: text` of the statement that a frame is at."""
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, number).strip()
-    return f"{file}:{number}" + (f": {text}" if text else "")
 
 
 def _name(func: Any) -> str:

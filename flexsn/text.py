@@ -19,8 +19,8 @@ from ._version import __version__
 from .blueprint import Blueprint
 from .capture import Meta, Trace
 from .errors import ProgramTextError
-from .record import getitem
 from .signature import Signature
+from .tape import getitem
 
 FORMAT = 1
 

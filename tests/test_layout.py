@@ -13,7 +13,7 @@ import flexsn
 
 PACKAGE = Path(flexsn.__file__).parent
 ORDER = [
-    "signature", "capture", "graph", "blueprint", "plan", "render", "launch", "compile", "run", "ops", "sharding", "doors", "loops", "pieces", "scan",
+    "signature", "tape", "record", "capture", "graph", "blueprint", "plan", "render", "launch", "compile", "run", "ops", "sharding", "doors", "loops", "pieces", "scan",
     "hop", "module", "neurons", "interchange", "step", "handles", "handle", "lowlevel", "plot", "monitor",
 ]  # fmt: skip
 
