@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ._compat import unseen_by_dynamo
 from .dynamo import exporting, refuse_carried
-from .errors import ArgumentError, BackendError, OperandCountError, ReturnCountError
+from .errors import ArgumentError, BackendError, OperandCountError, ReturnCountError, SequenceLengthError
 from .ops import carry
 from .reads import Reads, lock, module_tensors
 from .scan import BACKENDS, compile_core, look, run_core
@@ -24,6 +24,8 @@ class _Tensors(nn.Module):
     """Holds parameters, buffers and modules under names."""
 
     def register(self, name: str, value: Tensor | nn.Module) -> None:
+        for held in (self._parameters, self._buffers, self._modules):  # a value of another kind
+            held.pop(name, None)
         if isinstance(value, nn.Module):
             self.add_module(name, value)
         elif isinstance(value, nn.Parameter):
@@ -271,8 +273,9 @@ class FlexSN(nn.Module):
         exported = exporting()
         if exported and isinstance(self.states, list):
             refuse_carried(core_name(self.core))
+        self._check_inputs(inputs)
         states = self.start_states(*inputs) if self.states is None else self.states
-        self._check_kinds(inputs, states)
+        self._check_states(states)
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         if self.example_outputs is not None and inputs[0].shape[0] == 0:
@@ -290,12 +293,18 @@ class FlexSN(nn.Module):
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _check_kinds(self, inputs: Sequence[Any], states: Any) -> None:
+    def _check_inputs(self, inputs: Sequence[Any]) -> None:
         """What `scan` cannot check, since tensors are reshaped before."""
         for k, x in enumerate(inputs):
+            if isinstance(x, Tensor) and (x.dim() or self.step_mode == "s"):
+                continue
+            name = (positional_names(self.core)[0][k : k + 1] or (f"arg{k}",))[0]
             if not isinstance(x, Tensor):
-                name = (positional_names(self.core)[0][k : k + 1] or (f"arg{k}",))[0]
                 raise not_a_tensor(f"input `{name}`", x, core_name(self.core))
+            what = f"input `{name}` is 0-dimensional; inputs are sequences of shape [T, *shape]"
+            raise SequenceLengthError(what, core=core_name(self.core))
+
+    def _check_states(self, states: Any) -> None:
         if not isinstance(states, (list, tuple)):
             raise ArgumentError(f"`states` must be a list of tensors, not a {type(states).__name__}", core=core_name(self.core))
         if len(states) != self.num_states:

@@ -7,6 +7,7 @@ may lie on disk, or be made when they are asked for.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +32,13 @@ def in_pieces(x: Any) -> bool:
 
 
 def scan_pieces(
-    run: Run, core: str, names: Sequence[str], inputs: Sequence[Any], states: Sequence[Tensor | None], reduce: Callable[..., Any] | None
+    run: Run,
+    core: str,
+    names: Sequence[str],
+    inputs: Sequence[Any],
+    states: Sequence[Tensor | None],
+    reduce: Callable[..., Any] | None,
+    shared: Callable[[], Sequence[Tensor]],
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:
     """Outputs (lists of pieces, or sums of what `reduce` returns), final states, state sequences (lists of pieces).
 
@@ -40,12 +47,15 @@ def scan_pieces(
         names: of the inputs, for messages.
         inputs: one sequence in pieces per input.
         reduce: `reduce(k, *outputs)` for piece `k`.
+        shared: the tensors that every piece uses, params and captured ones.
     """
     pieces = _Pieces(core, names, inputs)
     device = next((v.device for v in states if v is not None), None)
 
     def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        outputs, finals, trail = run(pieces.read(k, device), states)
+        read = pieces.read(k, device)
+        pieces.check_unchanged(k, (*read, *shared()))
+        outputs, finals, trail = run(read, states)
         return outputs if reduce is None else _as_tuple(reduce(k, *outputs)), finals, trail
 
     found: list[tuple[Tensor, ...]] = []
@@ -88,6 +98,7 @@ class _Pieces:
         self.streams = [iter(x) if isinstance(x, Iterator) else None for x in inputs]
         self.count = next(iter(counts.values()), None)
         self.waiting: list[Any] = []
+        self.versions: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
 
     def numbers(self) -> Iterator[int]:
         """0, 1, ... while there are pieces; those of iterators wait to be read."""
@@ -112,6 +123,18 @@ class _Pieces:
             if not isinstance(piece, Tensor):
                 raise PiecesError(f"piece {k} of input `{name}` is {type(piece).__name__}, not a tensor", core=self.core)
         return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
+
+    def check_unchanged(self, k: int, tensors: Sequence[Tensor]) -> None:
+        """Raise if what piece `k` used was written in place since it was run first: the gradient would be of another call."""
+        for tensor, version in self.versions.get(k, ()):
+            held = tensor()
+            if held is not None and held._version != version:
+                raise PiecesError(
+                    f"a tensor of shape {list(held.shape)} that piece {k} used was modified by an in-place operation before the backward",
+                    core=self.core, hint="Run the backward first: it reads the pieces and the params again.",
+                )  # fmt: skip
+        if k not in self.versions:
+            self.versions[k] = [(weakref.ref(t), t._version) for t in tensors if not t.is_inference()]
 
     def refuse_gradients(self, results: Sequence[Tensor]) -> None:
         if self.one_shot and any(t.requires_grad for t in results):

@@ -288,7 +288,7 @@ class _Walker:
                 self.slot(f"{path}.{name}", vars(module), name, depth + 1)
 
     def function(self, path: str, fn: types.FunctionType, depth: int) -> None:
-        self.constants.append((path, "code", fn.__code__))
+        self.constants.append((path, "code", fn.__code__, fn.__code__.co_filename))  # code of two files may be equal; lines differ
         for attribute in ("__code__", "__defaults__", "__kwdefaults__") if depth else ():  # a slot of the core would keep it alive
             self.reads.watched.append((Slot(path, fn, attribute), getattr(fn, attribute)))
         if _is_library(fn.__module__ or ""):

@@ -112,7 +112,9 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
         return found.outputs, tuple(finals), trail
 
     names = make_signature(core, len(inputs), len(states), len(params)).input_names
-    outputs, finals, trails = scan_pieces(run, core_name(core), names, inputs, states, reduce)
+    outputs, finals, trails = scan_pieces(
+        run, core_name(core), names, inputs, states, reduce, lambda: (*params, *look(core).tensors({}).values())
+    )
     return ScanResult(outputs, trails if store_state_seqs else finals)  # type: ignore[arg-type]  # lists of tensors, as documented
 
 
@@ -255,6 +257,8 @@ def _look(core: Callable) -> Reads:
         return reading.look(core)
     own = tuple([getattr(core, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__")])
     if seen is None or any([a is not b for a, b in zip(seen.own, own, strict=True)]) or not seen.current():
+        if isinstance(core, types.FunctionType):
+            vars(core).setdefault(reading.KEPT, None)  # its attributes are counted with this one
         seen = reading.look(core)
         seen.own = own
         if isinstance(core, types.FunctionType):

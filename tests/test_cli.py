@@ -145,6 +145,57 @@ def test_usage(run, words, told):
     assert code == 2 and out == "" and told in err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("explain", "m:lif", "--shape", "5,x"), "'5,x' is no shape"),
+        (("nonsense",), "invalid choice: 'nonsense'"),
+        (("cache",), "ACTION"),
+    ],
+)
+def test_usage_as_json(run, words, told):
+    code, out, err = run(*words, "--json")
+    assert code == 2 and told in json.loads(out)["error"]["message"] and err.startswith("usage: ")
+
+
+RAISES = """
+import torch, flexsn
+def lif(x, v):
+    return x + v, v
+net = torch.nn.Sequential(torch.nn.Linear(64, 128), flexsn.FlexSN(lif, num_states=1))
+def wrong(x, v):
+    return x.foo(), v
+def leaves(x, v):
+    raise SystemExit(5)
+def lines(x, v):
+    raise KeyError("one\\ntwo")
+class Refuses(torch.nn.Module):
+    def __init__(self):
+        raise ValueError("one\\ntwo")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("raises:net", "--shape", "5,3"), "`raises:net` cannot be run: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        (("raises:wrong", "--shape", "5,4"), "no attribute 'foo' (at "),
+        (("raises:leaves", "--shape", "5,4"), "SystemExit: 5 (at "),
+        (("raises:lines", "--shape", "5,4"), "KeyError: "),
+        (("raises:Refuses", "--shape", "5,4"), "ValueError: one (at "),
+        (("raises:lif", "--shape", "999999999,999999999"), "RuntimeError: "),
+        (("stops:core", "--shape", "5,4"), "SystemExit: 3 (at "),
+    ],
+)
+def test_explain_of_what_raises(run, here, words, told):
+    (here / "raises.py").write_text(RAISES)
+    (here / "stops.py").write_text("raise SystemExit(3)\n")
+    code, out, err = run("explain", *words, "--no-measure")
+    assert code == 2 and out == "" and told in err and err.startswith("flexsn: ") and err.count("\n") == 1
+    code, out, err = run("explain", *words, "--no-measure", "--json")
+    assert code == 2 and err == "" and told in json.loads(out)["error"]["message"]
+
+
 def test_targets(here):
     (here / "cores_here.py").write_text(CORES)
     assert load_target("cores_here:two").__name__ == "two"

@@ -60,6 +60,19 @@ def test_gated_lif(inplane):
         assert w.any()
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize(("inplane", "shapes"), [(None, [(4, 8)] * 3), (3, [(2, 1, 4, 4)] * 2), (3, [(1, 3, 2, 2), (B, 3, 2, 2)])])
+def test_gated_lif_broadcasts_as_in_spikingjelly(inplane, shapes, backend):
+    """Few dims gain those of the gates, and the membrane is carried all the same; `u` is `v`."""
+    ref = neuron.GatedLIFNode(T=20, inplane=inplane)
+    net = flexsn.convert(copy.deepcopy(ref), backend=backend).model
+    for shape in shapes:
+        x = 3.0 * torch.randn(20, *shape)
+        got, want = net(x), ref(x)
+        assert torch.equal(got, want) and want.any()
+        torch.testing.assert_close((net.v, net.u), (ref.v, ref.u))
+
+
 def test_every_known_node_is_tested():
     assert {type(make()) for make in NODES.values()} | {neuron.GatedLIFNode} == set(peer_spikingjelly.CORES)
 
@@ -78,6 +91,19 @@ def test_states_are_carried_reset_and_detached_as_in_spikingjelly():
     assert not net[1].v.requires_grad
     functional.reset_net(net)
     assert net[1].v == -0.1 and net[1].v_seq is None
+
+
+@pytest.mark.parametrize("make", [neuron.IFNode, lambda: neuron.GatedLIFNode(T=T)], ids=["if", "gated"])
+@torch.no_grad()
+def test_states_are_carried_under_torch_compile(make):
+    torch._dynamo.reset()
+    ref = make()
+    ref.step_mode = "m"
+    net = flexsn.convert(copy.deepcopy(ref), backend="cpp").model
+    fast = torch.compile(net, backend="eager", fullgraph=True)
+    x = 3.0 * torch.randn(T, B, 3, 2, 2)
+    for _ in range(3):
+        assert torch.equal(fast(x), ref(x)) and torch.equal(net.v, ref.v)
 
 
 def test_single_steps_add_to_v_seq():
@@ -155,10 +181,13 @@ def test_subclasses_of_nodes(make):
         (Noisy, "random numbers"),
         (Widened, "multi_step_forward"),
         (lambda: neuron.IFNode(surrogate_function=surrogate.PoissonPass()), "random numbers"),
-        (lambda: neuron.MaskedPSN(k=2, T=T), "not among"),
+        (lambda: neuron.PSN(T=T), "mixes time steps"),
+        (lambda: neuron.MaskedPSN(k=2, T=T), "mixes time steps"),
+        (lambda: neuron.SlidingPSN(k=2), "mixes time steps"),
+        (lambda: neuron.NonSpikingIFNode(), "not among"),
         (lambda: layer.LinearRecurrentContainer(neuron.IFNode(), 7, 7), "container"),
     ],
-    ids=["ignored", "noise", "own forward", "surrogate", "psn", "container"],
+    ids=["ignored", "noise", "own forward", "surrogate", "psn", "masked psn", "sliding psn", "no spikes", "container"],
 )
 def test_what_spikingjelly_neurons_are_left_alone(make, reason):
     net = nn.Sequential(layer.Linear(4, 7), make())

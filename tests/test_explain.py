@@ -243,6 +243,24 @@ def test_a_core_that_cannot_fuse(core, error, op, text, instead):
         assert text in shown and made.problem.hint in shown
 
 
+def test_an_op_without_a_rule_has_a_hint():
+    made = flexsn.explain(lambda x, v: (torch.special.bessel_j0(x), v), sequence(), measure=False)
+    assert made.problem.error == "UnsupportedOpError" and made.problem.op == "special_bessel_j0"
+    assert "docs/ops.md" in made.problem.hint and "docs/add_an_op.md" in made.problem.hint and made.problem.hint in str(made)
+
+
+def test_a_model_without_neurons():
+    x = torch.rand(5, 4)
+    made = flexsn.explain(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), x, measure=False)
+    assert not made.fused and made.problem.message.startswith("holds no `FlexSN`; as a core: ") and made.problem.op != "FlexSN"
+    assert made.problem.message in str(made)
+    with pytest.raises(flexsn.errors.CoreError, match="holds no `FlexSN`; as a core: "):
+        flexsn.explain(nn.Linear(3, 4), x, measure=False)
+    assert flexsn.explain(nn.ReLU(), x, measure=False).fused  # a core indeed
+    inside = flexsn.explain(flexsn.FlexSN(nn.Linear(4, 4), num_states=0), x, measure=False)
+    assert "holds no" not in inside.problem.message
+
+
 # --- what may be given ---------------------------------------------------------------------------------------------------------------
 def test_integers_have_no_backward():
     made = flexsn.explain(lambda x, v: (x + v, v + x), sequence(dtype=torch.int32), measure=False)
@@ -312,6 +330,11 @@ def test_operands_that_do_not_fit():
         flexsn.explain(cores.adlif, sequence(), sequence()[:3], states=(None, None), params=(torch.ones(()),) * 2)
     with pytest.raises(errors.OperandTypeError, match="input 0 has no values"):
         flexsn.explain(lif, sequence().to("meta"))
+    for target, wrong in ((lif, 1), (lif, torch.zeros(SHAPE)), (flexsn.FlexSN(lif, num_states=1), 1)):
+        with pytest.raises(errors.OperandTypeError, match="`states` must be a tuple or list of tensors, or None for zeros, not"):
+            flexsn.explain(target, sequence(), states=wrong)
+    with pytest.raises(errors.OperandTypeError, match="`params` must be a tuple or list of tensors, not int"):
+        flexsn.explain(lif, sequence(), params=2)
     with pytest.raises(errors.BackendError, match="unknown backend 'cuda'"):
         flexsn.explain(lif, sequence(), backend="cuda")
 

@@ -520,3 +520,18 @@ def test_hooks_of_params_see_real_gradients_alone():
     neuron(torch.rand(5, 3)).sum().backward()
     assert len(seen) == 1 and type(seen[0]) is torch.Tensor
     torch.testing.assert_close(w.grad, 2 * seen[0])
+
+
+def test_a_captured_tensor_becomes_a_parameter_and_back():
+    scale, x = torch.ones(3), torch.rand(5, 3)
+
+    def core(x, v):
+        h = v * 0.5 + x * scale
+        return h, h
+
+    neuron = FlexSN(core, 1, 1, strict=True)
+    kinds = [scale, torch.nn.Parameter(torch.full((3,), 2.0)), torch.full((3,), 3.0)]
+    for scale in kinds:
+        neuron.reset()
+        assert torch.equal(neuron(x), flexsn.scan(core, [x], [None], backend="torch").outputs[0])
+        assert [n for n, _ in neuron.named_parameters()] == ["captured.scale"] * isinstance(scale, torch.nn.Parameter)

@@ -49,7 +49,32 @@ def test_mistakes():
     with pytest.raises(ValueError, match=r"takes a number or a tensor \[4\]"):
         flexsn.LIF(tau=torch.ones(3), per_channel=4)
     with pytest.raises(ValueError, match='"never"'):
-        flexsn.LIF(v_reset="nope", strict=True)(X)
+        flexsn.LIF(v_reset="nope")
+    for wrong in (
+        {"tau": "2"},
+        {"tau": None},
+        {"tau": float("nan")},
+        {"v_threshold": [1.0]},
+        {"detach_reset": "no"},
+        {"surrogate": "atan"},
+    ):
+        with pytest.raises(flexsn.errors.ArgumentError, match=f"LIF: {next(iter(wrong))} must be"):
+            flexsn.LIF(**wrong)
+    with pytest.raises(flexsn.errors.ArgumentError, match="no time constant"):
+        flexsn.IF(learn_tau=True)
+    neuron = flexsn.LIF(learn="tau")
+    assert [*dict(neuron.named_parameters())] == ["captured.tau"]
+    with pytest.raises(flexsn.errors.ArgumentError, match="v_threshold must be"):
+        neuron.v_threshold = "high"
+    with pytest.raises(flexsn.errors.ShapeMismatchError, match="per_channel=4, but an input has steps of shape"):
+        flexsn.LIF(learn_tau=True, per_channel=4)(torch.rand(20, 4, 6))
+    for x, error in (
+        (torch.rand(5, 3).numpy(), "OperandTypeError"),
+        ([1.0], "OperandTypeError"),
+        (torch.tensor(1.0), "SequenceLengthError"),
+    ):
+        with pytest.raises(getattr(flexsn.errors, error)):
+            flexsn.LIF()(x)
 
 
 def test_learned_arguments():

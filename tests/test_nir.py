@@ -219,8 +219,10 @@ OUT = {
 @pytest.mark.parametrize("name", OUT)
 def test_what_nir_cannot_say_is_refused(name):
     make, message = OUT[name]
-    with pytest.raises(InterchangeError, match=message):
+    with pytest.raises(InterchangeError, match=message) as raised:
         flexsn.to_nir(nn.Sequential(nn.Identity(), make()), torch.rand(T, B, 4))
+    error = raised.value
+    assert str(error) == "\n  ".join(filter(None, [error.reason, error.hint]))  # nothing of torch.fx
 
 
 def test_pools_and_linears_that_nir_does_not_have():
@@ -260,6 +262,15 @@ def test_graphs_of_another_form_are_refused():
     nodes = {"a": nir.Input([4]), "b": nir.Input([4]), "lif": lif(4), "out": nir.Output([4])}
     with pytest.raises(InterchangeError, match="one input and one output"):
         flexsn.from_nir(nir.NIRGraph(nodes, [("a", "lif"), ("b", "lif"), ("lif", "out")]))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(InterchangeError, match=r"there is no file '.*absent\.nir'"):
+        flexsn.from_nir(tmp_path / "absent.nir")
+    (tmp_path / "text.nir").write_text("no graph")
+    for path in (tmp_path / "text.nir", tmp_path):
+        with pytest.raises(InterchangeError, match="is no NIR file"):
+            flexsn.from_nir(str(path))
 
 
 def test_without_the_package(monkeypatch):

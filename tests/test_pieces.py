@@ -237,3 +237,21 @@ def test_peak_memory(tmp_path):
     assert found["whole"][0] > sequence, "the test would see nothing"
     assert found["pieces"][0] < sequence / 5, f"{found['pieces'][0] / sequence:.2f} of the sequence"
     torch.testing.assert_close(torch.tensor(found["pieces"][1:]), torch.tensor(found["whole"][1:]), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("changed", ["a piece", "a param", "a captured tensor"])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_what_changes_before_the_backward_is_noticed(changed, reduced):
+    w, c = torch.full((6,), 0.5, requires_grad=True), torch.full((6,), 0.3, requires_grad=True)
+    pieces = [torch.rand(10, 6), torch.rand(10, 6)]
+
+    def core(x, v, w):
+        h = v * w + x * c
+        return h, h
+
+    reduce = (lambda k, y: y.sum()) if reduced else None
+    (y,), _ = flexsn.scan(core, (pieces,), (None,), (w,), reduce=reduce)
+    with torch.no_grad():
+        {"a piece": pieces[1], "a param": w, "a captured tensor": c}[changed].mul_(2)
+    with pytest.raises(flexsn.errors.PiecesError, match="modified by an in-place operation"):
+        (y if reduced else y[0].sum() + y[1].sum()).backward()

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import importlib
 import types
 
 import pytest
@@ -16,6 +17,7 @@ from flexsn import surrogate
 from flexsn.errors import CannotFuseError, CapturedTensorError, ParamGradientError
 from flexsn.reads import look
 
+kept = importlib.import_module("flexsn.scan").look  # the package's `scan` is the function
 GLOBAL_W = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
 GLOBAL_GAIN = 2.0
 SETTINGS = {"gain": 2.0, "w": torch.tensor([0.5, 0.25, 2.0], dtype=torch.float64, requires_grad=True)}
@@ -491,6 +493,20 @@ def test_new_attributes_and_keys():
     assert_follows(core)
     box.gain = 3.0
     assert_follows(core)
+
+
+def test_a_core_with_attributes_of_its_own():
+    """What flexsn keeps on a function is no change of the function."""
+
+    def core(x, v):
+        return x * core.gain, v
+
+    core.gain = 2.0
+    x = torch.rand(3, 4)
+    for gain in (2.0, 3.0):
+        core.gain = gain
+        assert torch.equal(flexsn.FlexSN(core, 1, 1, strict=True)(x), x * gain)
+        assert kept(core) is kept(core)
 
 
 def test_changed_code_of_a_class():

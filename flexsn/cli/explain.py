@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import FlexSNError
 from ..module import FlexSN
 from ..report import explain
 from ..scan import BACKENDS
@@ -54,12 +59,13 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    target = load_target(args.target)
-    inputs = example_inputs(args, count_inputs(target, args.states))
-    if isinstance(target, torch.nn.Module):
-        target = target.to(device_of(args))
-    states = None if args.states is None or isinstance(target, FlexSN) else (None,) * args.states
-    report = explain(target, *inputs, states=states, backend=args.backend, measure=not args.no_measure)
+    with _told(args.target):
+        target = load_target(args.target)
+        inputs = example_inputs(args, count_inputs(target, args.states))
+        if isinstance(target, torch.nn.Module):
+            target = target.to(device_of(args))
+        states = None if args.states is None or isinstance(target, FlexSN) else (None,) * args.states
+        report = explain(target, *inputs, states=states, backend=args.backend, measure=not args.no_measure)
     text, data = str(report), report.to_dict()
     if args.html:
         try:
@@ -68,6 +74,27 @@ def run(args: argparse.Namespace) -> Outcome:
             raise UsageError(f"cannot write {args.html}: {error.strerror}") from None
         text, data["html"] = f"{report!r}\nwrote {path}", str(path)
     return Outcome(text, data, GOOD if report.fused else BAD)
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Whatever the user's code raises while it is imported and run, `SystemExit` included, as one line."""
+    try:
+        yield
+    except FlexSNError:
+        raise
+    except (Exception, SystemExit) as error:
+        told = " ".join(str(error).partition("\n")[0].split())
+        raise UsageError(f"`{name}` cannot be run: {type(error).__name__}: {told}".removesuffix(": ") + _place(error)) from error
+
+
+_NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the user's that was running."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_NOT_THE_USERS, "<"))]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def count_inputs(target: Callable[..., Any], states: int | None) -> int | None:

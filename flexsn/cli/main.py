@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NoReturn
 
 from .._version import __version__
 from ..errors import FlexSNError
@@ -15,14 +16,22 @@ from .cache import add_cache
 from .completion import add_completion
 from .doctor import add_doctor
 from .explain import add_explain
-from .outcome import USAGE, Outcome
+from .outcome import USAGE, Outcome, UsageError
 
 _ABOUT = "Write one time step of a spiking neuron in plain PyTorch, get one fused kernel for the whole sequence."
 _CODES = "Exit codes: 0 all is well; 1 bad news (a core cannot be fused, a self-test fails); 2 the command does not make sense."
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors are told as all others are; its commands' parsers are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        raise UsageError(message)
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("flexsn", description=_ABOUT, epilog=_CODES)
+    parser = _Parser("flexsn", description=_ABOUT, epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"flexsn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (add_explain, add_bench, add_doctor, add_cache):
@@ -34,13 +43,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    args = make_parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], Outcome] = args.run
+    words = sys.argv[1:] if argv is None else list(argv)
+    as_json = "--json" in words  # known before the others are
     try:
-        outcome = command(args)
+        args = make_parser().parse_args(words)
+        as_json = args.json
+        outcome: Outcome = args.run(args)
     except FlexSNError as error:
-        outcome = _failure(error, args.json)
-    return _show(outcome, args.json)
+        outcome = _failure(error, as_json)
+    return _show(outcome, as_json)
 
 
 def _failure(error: FlexSNError, as_json: bool) -> Outcome:

@@ -49,12 +49,12 @@ def from_nir(
         backend: of the neurons, as for `FlexSN`.
 
     Raises:
-        InterchangeError: a node that flexsn does not have; the message names it.
+        InterchangeError: a node that flexsn does not have; the message names it. Or a file that is not there, or not NIR's.
         ImportError: the package `nir` is missing.
     """
     nir = the_nir()
     if isinstance(graph, str | os.PathLike):
-        graph = nir.read(graph, type_check=False)
+        graph = _read(nir, graph)
     if not isinstance(graph, nir.NIRGraph):
         raise InterchangeError(f"from_nir takes a nir.NIRGraph or a path, not {type(graph).__name__}")
     dt = float(graph.metadata.get("dt", DT)) if dt is None else dt
@@ -64,6 +64,16 @@ def from_nir(
     reader = _Reader(dt, above(surrogate), dtype or torch.get_default_dtype(), backend)
     shapes = {name: tuple(node.r.shape) for name, node in nodes.items() if type(node).__name__ in KINDS}
     return NIRNetwork({name: reader.module(name, node) for name, node in nodes.items()}, edges, shapes, dt)
+
+
+def _read(nir: Any, path: str | os.PathLike[str]) -> Any:
+    name = repr(os.fspath(path))
+    if not os.path.exists(path):
+        raise InterchangeError(f"there is no file {name}")
+    try:
+        return nir.read(path, type_check=False)
+    except (OSError, KeyError) as error:  # h5py's: no HDF5 file, or nothing of NIR in it
+        raise InterchangeError(f"{name} is no NIR file that can be read: {error}", hint="`nir.write` makes them.") from error
 
 
 def flat(nir: Any, graph: Any) -> tuple[dict[str, Any], list[tuple[str, str]]]:

@@ -99,7 +99,10 @@ def _trace(model: nn.Module, writer: Writer, signal: Signal) -> Any:
         raise InterchangeError(
             f"the forward of {type(model).__name__} cannot be traced: {error}", hint="It must not loop over time or branch on values."
         ) from error
-    return _Run(fx.GraphModule(model, graph), writer).run(signal)
+    try:
+        return _Run(fx.GraphModule(model, graph), writer).run(signal)
+    except InterchangeError as error:  # torch.fx adds the line of its graph to the text
+        raise InterchangeError(error.reason, hint=error.hint) from None
 
 
 def _is_leaf(module: nn.Module) -> bool:

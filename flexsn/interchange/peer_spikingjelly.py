@@ -218,6 +218,8 @@ CORES: dict[type, type[nn.Module]] = {
     neuron.ComplementaryLIFNode: ComplementaryLIF, neuron.GatedLIFNode: GatedLIF,
 }  # fmt: skip
 
+PARALLEL = (neuron.PSN, neuron.MaskedPSN, neuron.SlidingPSN)
+
 
 class SpikingJellyNeuron(Swapped):
     """As the node it stands for: `step_mode`, `reset()`, `detach()`, the states by their names, `store_v_seq` and `v_seq`."""
@@ -225,6 +227,7 @@ class SpikingJellyNeuron(Swapped):
     def __init__(self, core: nn.Module, node: Any, step_mode: str, backend: str):
         super().__init__(core, node, len(node._memories), step_mode, backend, num_inputs=2 if isinstance(core, GatedLIF) else 1)
         self.state_names = tuple(node._memories)
+        self._name_states()
         self.start = self.initial_states = tuple(node._memories_rv.values())
         self.store_state_seqs = getattr(node, "store_v_seq", False)
         carried = tuple(node._memories.values())
@@ -255,27 +258,58 @@ class SpikingJellyNeuron(Swapped):
     def v_seq(self) -> Tensor | None:
         return self.state_seqs[self.state_names.index("v")] if self.state_seqs else None
 
-    def __getattr__(self, name: str) -> Any:
-        names = self.__dict__.get("state_names", ())
-        if name in names:
-            k = names.index(name)
-            return self.start[k] if self.states is None else self.states[k]
-        return super().__getattr__(name)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._name_states()
+
+    def _name_states(self) -> None:
+        """Attributes of the class: were there a `__getattr__`, `torch.compile` would drop what is assigned to `states`."""
+        for name in self.state_names:
+            if not hasattr(SpikingJellyNeuron, name):
+                setattr(SpikingJellyNeuron, name, _State(name))
+
+
+class _State:
+    """The state of this name, by reading alone."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, neuron: Any, kind: type | None = None) -> Any:
+        if neuron is None:
+            return self
+        if self.name not in neuron.state_names:
+            raise AttributeError(f"{neuron.old_name} has no state `{self.name}`")
+        k = neuron.state_names.index(self.name)
+        return neuron.start[k] if neuron.states is None else neuron.states[k]
 
 
 class GatedNeuron(SpikingJellyNeuron):
-    """`[T, B, C, H, W]` with the node's own `T`; the spike of the step before is not carried from call to call."""
+    """`[T, B, C, H, W]` with the node's own `T`; the spike of the step before is not carried from call to call.
+
+    As in the node, an input of fewer dims broadcasts with the gates, `[C, 1, 1]`, and with the carried membrane, which a
+    change of shape does not reset.
+    """
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
-        if self.states is not None:
-            self._carry([self.states[0], torch.zeros_like(self.states[0])], None)
         conduct = self.core.conduct  # type: ignore[attr-defined]  # the core is a GatedLIF
         steps = conduct.view(conduct.shape[0], 1, -1, 1, 1).sigmoid()
-        return super().forward(inputs[0][: conduct.shape[0]], steps, **named)
+        x = inputs[0][: conduct.shape[0]]
+        carried = self.states[:1] if self.states is not None else []
+        shape = torch.broadcast_shapes(x.shape[1:], steps.shape[1:], *(v.shape for v in carried))
+        x = x.reshape(x.shape[0], *(1,) * (len(shape) - x.dim() + 1), *x.shape[1:]).expand(-1, *shape)
+        if carried:
+            v = carried[0].expand(shape)
+            self.states = [v, torch.zeros_like(v)]
+        outputs = super().forward(x, steps, **named)
+        if self.states is not None:
+            self.states = type(self.states)([self.states[0]] * 2)  # type: ignore[call-arg]  # the node's `u` is its `v`
+        return outputs
 
 
 def is_neuron(module: nn.Module) -> bool:
-    return isinstance(module, base.MemoryModule)
+    """Whether a module keeps states, or comes from SpikingJelly's package of neurons: some of those (PSN) keep none."""
+    return isinstance(module, base.MemoryModule) or any(c.__module__.startswith(f"{neuron.__name__}.") for c in type(module).__mro__)
 
 
 def replace(node: Any, backend: str, step_mode: str | None) -> FlexSN:
@@ -304,6 +338,8 @@ def _core_of(kind: type) -> type[nn.Module]:
         if getattr(kind, MULTI_STEP) is not base.MemoryModule.multi_step_functional_forward:
             raise LeaveAlone(f"over sequences SpikingJelly runs the step of {theirs.__name__}, not the one that it defines")
         return OwnStep
+    if issubclass(theirs, PARALLEL):
+        raise LeaveAlone("mixes time steps: its output at a step is a learned sum over the inputs of several")
     if theirs not in CORES:
         container = "Container" in theirs.__name__
         raise LeaveAlone("a container; what is in it is looked at by itself" if container else "not among those that flexsn converts")

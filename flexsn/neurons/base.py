@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN, InitialStates
 from ..signature import positional_names
 
@@ -63,12 +64,15 @@ class Neuron(FlexSN):
     ):  # fmt: skip
         cls = type(self)
         values = self._arguments(args, kwargs)
+        learn = (learn,) if isinstance(learn, str) else learn
+        if learn_tau and not any(n.startswith("tau") for n in values):
+            raise ArgumentError(f"{cls.__name__} has no time constant `tau` to learn; its arguments are {', '.join(values)}")
         learned = {*learn, *cls.always, *(n for n in values if learn_tau and n.startswith("tau"))}
         if unknown := learned - values.keys():
-            raise ValueError(f"{cls.__name__} cannot learn {sorted(unknown)}; its arguments are {', '.join(values)}")
+            raise ArgumentError(f"{cls.__name__} cannot learn {sorted(unknown)}; its arguments are {', '.join(values)}")
         values = {n: _value(f"{cls.__name__}: {n}", v, n in learned, per_channel) for n, v in values.items()}
         if per_channel is not None and not any(isinstance(v, Tensor) for v in values.values()):
-            raise ValueError(
+            raise ArgumentError(
                 f"{cls.__name__}: per_channel={per_channel}, but nothing is learned and no argument is a tensor; "
                 f"name what differs from channel to channel, as in learn=('{next(iter(values))}',)"
             )
@@ -80,20 +84,33 @@ class Neuron(FlexSN):
         )  # fmt: skip
         self.per_channel = per_channel
 
+    def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
+        if self.per_channel is not None:
+            self._check_channels(inputs)
+        return super().forward(*inputs, **named)
+
+    def _check_channels(self, inputs: Sequence[Any]) -> None:
+        for x in inputs:
+            step = x.shape[self.step_mode == "m" :] if isinstance(x, Tensor) else ()
+            if len(step) and step[min(1, len(step) - 1)] not in (self.per_channel, 1):
+                raise ShapeMismatchError(
+                    f"{type(self).__name__} has per_channel={self.per_channel}, but an input has steps of shape {list(step)}",
+                    hint="Channels are dim 1 of a step: inputs are [T, B, C, *], or [T, C].",
+                )
+
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Every argument of the core by name: what was given, and the defaults of the rest."""
         cls = type(self)
         if unknown := kwargs.keys() - cls.defaults.keys():
-            raise TypeError(f"{cls.__name__} has no argument {sorted(unknown)}; it takes {', '.join(cls.defaults)}")
+            raise ArgumentError(f"{cls.__name__} has no argument {sorted(unknown)}; it takes {', '.join(cls.defaults)}")
         if len(args) > len(cls.defaults):
-            raise TypeError(f"{cls.__name__} takes {len(cls.defaults)} arguments but was given {len(args)}")
+            raise ArgumentError(f"{cls.__name__} takes {len(cls.defaults)} arguments but was given {len(args)}")
         first = dict(zip(cls.defaults, args, strict=False))
         if twice := first.keys() & kwargs.keys():
-            raise TypeError(f"{cls.__name__} was given {sorted(twice)} twice")
+            raise ArgumentError(f"{cls.__name__} was given {sorted(twice)} twice")
         values = cls.defaults | first | kwargs
         for name, value in values.items():
-            if name.startswith("tau") and isinstance(value, (int, float)) and value <= 0:
-                raise ValueError(f"{cls.__name__}: {name} must be positive (it is in steps), not {value}")
+            _check(cls, name, value)
         return values
 
     @property
@@ -132,29 +149,49 @@ def _set(neuron: Neuron, value: Any, name: str) -> None:
         raise AttributeError(
             f"`{name}` is a tensor of this neuron: write into it under torch.no_grad(), {name}.copy_(...), or make another neuron"
         )
+    _check(type(neuron), name, value)
     if isinstance(value, (Tensor, nn.Module)):
         raise AttributeError(f"`{name}` is a constant of this neuron: make another neuron to give it a tensor or a module")
     core: Any = neuron.core
     neuron.core = functools.partial(core.func, **(core.keywords | {name: value}))
 
 
+def _check(cls: type[Neuron], name: str, value: Any) -> None:
+    """Refuse what an argument cannot be, by what its default is."""
+    default, number = cls.defaults[name], isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        wanted = None if isinstance(value, bool) else "True or False"
+    elif callable(default):
+        wanted = None if callable(value) and not isinstance(value, Tensor) else "a function, such as flexsn.surrogate.atan"
+    elif name == "v_reset":
+        wanted = None if number or isinstance(value, Tensor) or value in (None, "never") else 'a number, a tensor, None or "never"'
+    elif isinstance(default, (int, float)):
+        wanted = None if isinstance(value, Tensor) or (number and value == value) else "a number or a tensor"
+    else:
+        wanted = None
+    if wanted is not None:
+        raise ArgumentError(f"{cls.__name__}: {name} must be {wanted}, not {value!r}")
+    if name.startswith("tau") and number and value <= 0:
+        raise ArgumentError(f"{cls.__name__}: {name} must be positive (it is in steps), not {value}")
+
+
 def _value(name: str, value: Any, learned: bool, channels: int | None) -> Any:
     """An argument as the core takes it: a constant, a buffer, or a parameter."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if learned and not (number or isinstance(value, Tensor)):
-        raise ValueError(f"{name}={value!r} is not a number, so it cannot be learned")
+        raise ArgumentError(f"{name}={value!r} is not a number, so it cannot be learned")
     if not learned and not isinstance(value, Tensor):
         return value
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
     if channels is not None and tensor.dim() == 0:
         tensor = tensor.detach().expand(channels).clone()
     if channels is not None and tensor.shape != (channels,):
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; per_channel={channels} takes a number or a tensor [{channels}]")
+        raise ArgumentError(f"{name} has shape {list(tensor.shape)}; per_channel={channels} takes a number or a tensor [{channels}]")
     return nn.Parameter(tensor.detach().clone()) if learned and not isinstance(tensor, nn.Parameter) else tensor
 
 
 def _along(value: Tensor, x: Tensor) -> Tensor:
-    """`[C]` as it lies along dim 1 of a step `x` `[B, C, *]`."""
+    """`[C]` as it lies along dim 1 of a step `x` `[B, C, *]`"""
     return value.view(-1, *[1] * max(0, x.dim() - 2))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError
 from ..surrogate import atan
 from .base import Neuron
 from .reset import Number, Reset, reset, sigmoid
@@ -148,7 +149,7 @@ class ParametricLIF(Neuron, core=parametric_lif, start=("v_leak",), always=("w",
     def __init__(self, tau: Number = 2.0, **arguments: Any):
         start = torch.as_tensor(tau, dtype=None if isinstance(tau, Tensor) else torch.get_default_dtype())
         if not (start > 1).all():
-            raise ValueError(f"ParametricLIF: tau must be above 1 step, not {tau}: 1 / tau is a sigmoid")
+            raise ArgumentError(f"ParametricLIF: tau must be above 1 step, not {tau}: 1 / tau is a sigmoid")
         super().__init__(w=-torch.log(start - 1), **arguments)
 
     @property

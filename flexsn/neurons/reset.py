@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError
+
 Number = float | Tensor
 Reset = float | Tensor | str | None
 
@@ -19,7 +21,7 @@ def reset(h: Tensor, s: Tensor, v_threshold: Number, v_reset: Reset, detach_rese
     """
     if isinstance(v_reset, str):
         if v_reset != "never":
-            raise ValueError(f'v_reset is a number (hard reset), None (soft reset) or "never", not {v_reset!r}')
+            raise ArgumentError(f'v_reset is a number (hard reset), None (soft reset) or "never", not {v_reset!r}')
         return h
     if detach_reset:
         s = s.detach()

@@ -17,11 +17,16 @@ from ..errors import (
     BackendError,
     BackendUnavailableError,
     CannotFuseError,
+    CoreError,
     FlexSNError,
     InPlaceError,
     NotElementwiseError,
+    OperandCountError,
     ParamGradientError,
     RandomOpError,
+    ReturnCountError,
+    ReturnTypeError,
+    ShapeMismatchError,
     UnsupportedOpError,
 )
 from ..fallback import unsaid
@@ -71,7 +76,12 @@ def explain(
     with torch.inference_mode(False):
         if isinstance(target, nn.Module) and not isinstance(target, FlexSN) and any(isinstance(m, FlexSN) for m in target.modules()):
             return _explain_network(target, example, backend, measure)
-        return _explain_one(subject_of(target, example, states, params, backend), measure)
+        try:
+            return _explain_one(subject_of(target, example, states, params, backend), measure)
+        except _UNFIT as error:
+            if not isinstance(target, nn.Module) or isinstance(target, FlexSN):
+                raise
+            raise type(error)(_BARE + error.reason, core=error.core, line=error.line, hint=error.hint) from None
 
 
 def _explain_network(network: nn.Module, example: Sequence[Tensor], backend: str | None, measure: bool) -> NetworkReport:
@@ -95,7 +105,7 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
             call = _call(subject)
             launches = _launches(subject, call)
         except (CannotFuseError, BackendUnavailableError) as error:
-            problem = _problem(error)
+            problem = _problem(error, subject.bare)
         report = _outline(subject, call, problem)
         if call is not None:
             _describe_graphs(report, subject, call)
@@ -125,12 +135,17 @@ def _launches(subject: Subject, call: Call) -> dict[str, Launch]:
 
 
 # --- what needs no kernel -----------------------------------------------------------------------------------------------------------
+_UNFIT = (CoreError, OperandCountError, ReturnCountError, ReturnTypeError, ShapeMismatchError)
+_BARE = "holds no `FlexSN`; as a core: "
+_NO_RULE = "Compose it of supported ops (docs/ops.md), or add it (docs/add_an_op.md)."
 _OF_AN_OP = (NotElementwiseError, UnsupportedOpError, RandomOpError, InPlaceError, ParamGradientError)
 
 
-def _problem(error: FlexSNError) -> Problem:
+def _problem(error: FlexSNError, bare: bool) -> Problem:
     quoted = error.reason.split("`")[1:2] if isinstance(error, _OF_AN_OP) else []
-    return Problem(type(error).__name__, error.reason, quoted[0] if quoted else None, error.line, error.hint)
+    message = _BARE + error.reason if bare and isinstance(error, CannotFuseError) else error.reason
+    hint = error.hint or (_NO_RULE if isinstance(error, UnsupportedOpError) and "has no rule" in error.reason else None)
+    return Problem(type(error).__name__, message, quoted[0] if quoted else None, error.line, hint)
 
 
 def _outline(subject: Subject, call: Call | None, problem: Problem | None) -> Report:

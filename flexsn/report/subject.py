@@ -29,6 +29,7 @@ class Subject:
         inputs: leaves; floating ones require grad, unless the module cuts them off.
         states: initial states, None for default ones.
         backend: as the user named it.
+        bare: an `nn.Module` that is no `FlexSN` and holds none, taken for a core.
     """
 
     core: Callable[..., Any]
@@ -40,6 +41,7 @@ class Subject:
     params: tuple[Tensor, ...]
     backend: str
     num_outputs: int | None = None
+    bare: bool = False
 
     @property
     def captured(self) -> dict[str, Tensor]:
@@ -63,6 +65,13 @@ def subject_of(
         raise OperandTypeError(
             f"a core is a callable or a `flexsn.FlexSN`, not {type(target).__name__}", hint="Write `flexsn.explain(core, x)`."
         )
+    for name, given in (("states", states), ("params", params)):
+        if given is not None and not isinstance(given, (list, tuple)):
+            what = "tensors, or None for zeros" if name == "states" else "tensors"
+            hint = f"Write `{name}=({'None' if name == 'states' else 'p'},)`, one for each."
+            raise OperandTypeError(
+                f"`{name}` must be a tuple or list of {what}, not {type(given).__name__}", core=core_name(target), hint=hint
+            )
     if isinstance(target, FlexSN):
         made = _of_module(target, example, states, params, backend)
     else:
@@ -106,7 +115,7 @@ def _of_core(core: Callable, example: Sequence[Any], states: Any, params: Sequen
         states = (None,) * max(0, (required or len(names)) - len(example) - len(params))
     sig = make_signature(core, len(example), len(states), len(params))
     inputs = tuple([_leaf(x, True) for x in example])
-    return Subject(core, sig, look(core), {}, inputs, tuple(states), tuple(params), backend)
+    return Subject(core, sig, look(core), {}, inputs, tuple(states), tuple(params), backend, bare=isinstance(core, nn.Module))
 
 
 def _check_tensors(name: str, example: Sequence[Any]) -> None:
