@@ -221,12 +221,17 @@ def _speculate(
                 fake.requires_grad_(torch.is_grad_enabled() and like.is_floating_point())
             proxy = tx.output.create_proxy("call_function", torch.empty, (0,), {})
             examples.append(wrap(tx, proxy, example_value=fake))
+    mutated = tx.output.side_effects
     with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings():  # numbers are constants of the kernel
         # of Dynamo's own way with autograd functions, which surrogates are (2.11, 2.13)
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         _, graph, lifted = dynamo.speculate_subgraph(
             tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
         )  # fmt: skip
+    # Objects that were assigned to before the call hold the record of assignments that the trace of the body replaced (2.13):
+    # what is assigned to them after it would be lost.
+    mutated.__dict__.update(tx.output.side_effects.__dict__)
+    tx.output.side_effects = mutated
     return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
 
 

@@ -204,6 +204,24 @@ def test_gradients_flow_through_carried_states():
     torch.testing.assert_close(*grads)
 
 
+class Halved(FlexSN):
+    """States that a user assigns around the call."""
+
+    def forward(self, x):
+        if self.states is not None:
+            self.states = [v * 0.5 for v in self.states]
+        y = super().forward(x)
+        self.states = [v + 1.0 for v in self.states]
+        return y
+
+
+def test_states_assigned_before_and_after_the_call():
+    eager, net = Halved(lif, num_states=1), Halved(lif, num_states=1)
+    compiled, x = torch.compile(net, backend="eager", fullgraph=True), torch.randn(6, 3, 8)
+    for _ in range(3):
+        assert torch.equal(compiled(x), eager(x)) and torch.equal(net.states[0], eager.states[0])
+
+
 def test_a_deepcopied_net_has_its_own_parameters_and_states():
     x = torch.randn(6, 3, 8)
     net = nn.Sequential(closure_neuron())
