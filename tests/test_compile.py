@@ -216,7 +216,7 @@ class Halved(FlexSN):
 
 
 def test_states_assigned_before_and_after_the_call():
-    eager, net = Halved(lif, num_states=1), Halved(lif, num_states=1)
+    eager, net = (Halved(functools.partial(lif, tau=2.0, v_th=1.0), num_states=1) for _ in range(2))
     compiled, x = torch.compile(net, backend="eager", fullgraph=True), torch.randn(6, 3, 8)
     for _ in range(3):
         assert torch.equal(compiled(x), eager(x)) and torch.equal(net.states[0], eager.states[0])
