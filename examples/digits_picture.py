@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import matplotlib
 
 matplotlib.use("Agg")
@@ -28,7 +26,7 @@ def raster(ax, spikes: numpy.ndarray, color, height: float, width: float = 1.2) 
     ax.set(xlim=(-1, len(spikes)), ylim=(-0.7, spikes.shape[1] - 0.3), xlabel="time step")
 
 
-def draw(done: dict, path: Path, fused_s: float, eager_s: float) -> None:
+def draw(done: dict, fused_s: float, eager_s: float) -> plt.Figure:
     net, (images, spikes, labels) = done["net"], done["test"]
     fc1, hidden_layer, fc2, output_layer = net
     flexsn.reset_net(net)
@@ -58,8 +56,7 @@ def draw(done: dict, path: Path, fused_s: float, eager_s: float) -> None:
             f"training step {1e3 * fused_s:.1f} ms fused, {1e3 * eager_s:.1f} ms eager",
             x=0.008, ha="left", fontsize=12.5, fontweight="bold",
         )  # fmt: skip
-        figure.savefig(path, dpi=110, facecolor="white")
-        plt.close(figure)
+    return figure
 
 
 def show_pipeline(axes, image, spikes, hidden, output, label: int, guess: int) -> None:
