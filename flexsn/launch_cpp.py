@@ -40,11 +40,9 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno",
     "-fno-trapping-math", "-fwrapv", "-fno-tree-sink", "-fno-thread-jumps", "-mprefer-vector-width=512", "-w",
 )  # fmt: skip
-# Bytes of one core's cache that a tile may fill, and the most neurons. Measured on two cores (Zen 5): where rows are long,
-# plain forward stores in long tiles are best; else calls larger than half the last-level cache stream short rows past it
-# (the other threads' prefetchers run into them), and the backward's recomputed chunk should stay near.
-_TILE = {"forward": (256 * 1024, 4096), "long": (256 * 1024, 32768), "streamed": (256 * 1024, 512), "backward": (72 * 1024, 8192)}
-_LONG_ROW = 65536  # neurons per thread
+# Bytes of one core's cache that a tile may fill, and the most neurons. Measured on two cores (Zen 5): calls larger than
+# half the last-level cache stream their rows past it, best in rows of a few KiB.
+_TILE = {"forward": (256 * 1024, 4096), "streamed": (256 * 1024, 2048), "backward": (144 * 1024, 8192)}
 _GRAIN = 32768  # neuron-steps that are worth a thread
 _lock = threading.Lock()  # held for look-ups alone
 _kernels: MutableMapping[str, Kernel] = weakref.WeakValueDictionary()
@@ -76,14 +74,8 @@ class Kernel:
         """Neurons per tile, threads, and whether finished rows are streamed past the cache."""
         threads = max(1, min(num_threads(), T * N // _GRAIN))
         large = T * N * self._step_bytes > _cache_bytes() // 2
-        kind = _kind_of_tile(self.plan.direction, N // threads, large)
-        return self._tile(N, threads, kind), threads, large and kind != "long"
-
-
-def _kind_of_tile(direction: str, row: int, large: bool) -> str:
-    if direction == "backward":
-        return direction
-    return "long" if row > _LONG_ROW else "streamed" if large else "forward"
+        direction = self.plan.direction
+        return self._tile(N, threads, "streamed" if large and direction == "forward" else direction), threads, large
 
 
 def tile_length(plan: Plan, N: int, threads: int, kind: str) -> int:

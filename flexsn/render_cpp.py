@@ -2,14 +2,15 @@
 
 The kernel is `run(arrays, dims, T, N, tile, threads)`: `arrays` in the order of `plan.arguments`, `dims` two numbers
 per param (`inner`, `count`: element i of the step reads param element `(i / inner) % count`). Threads share the tiles;
-a tile walks all of T with its states in cache; loops over the neurons of a tile are vector loops.
+a tile walks all of T with its states in cache; a row of a tile is computed in blocks, while what is read soon is asked
+for and what is finished is written; loops over the neurons of a block are vector loops.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -77,8 +78,8 @@ class _Step:
             "",
         ]
 
-    def call(self, n: str = "n") -> str:
-        return f"{self.name}({n}, {', '.join(self.arguments)});"
+    def call(self) -> str:
+        return f"{self.name}(m, {', '.join(f'{argument} + b' for argument in self.arguments)});"
 
 
 def literal(node: Node) -> str:
@@ -174,19 +175,33 @@ def _scratch_bytes(plan: Plan) -> int:
     return sum(sizes[ctype] * (plan.chunk if count != "tile" else 1) for _, ctype, count in _scratch_rows(plan))
 
 
-def _sequence_rows(plan: Plan, indent: str, roles: Container[str] | None = None) -> tuple[list[str], list[str]]:
-    """Before a step: where its rows are; after it: flush buffered rows."""
-    before, after = [], []
+def _rows(plan: Plan, indent: str, roles: Container[str] | None = None) -> list[str]:
+    """Where the rows of a step are."""
+    lines = []
     for i, a in enumerate(plan.arguments):
         if a.kind != "sequence" or (roles is not None and a.role not in roles):
             continue
         ctype, at = STORAGE[a.storage], f"{a.role}_seq + t * N + begin"
         if i < len(plan.reads):
-            before.append(f"{indent}const {ctype}* const {a.role}_row = readable({at}, size, full, {a.role}_buffer);")
+            lines.append(f"{indent}const {ctype}* const {a.role}_row = readable({at}, size, full, {a.role}_buffer);")
         else:
-            before.append(f"{indent}{ctype}* const {a.role}_row = !full || large ? {a.role}_buffer : {at};")
-            after.append(f"{indent}if (!full || large) flush({at}, {a.role}_buffer, size, large);")
-    return before, after
+            lines.append(f"{indent}{ctype}* const {a.role}_row = !full || large ? {a.role}_buffer : {at};")
+    return lines
+
+
+def _blocks(indent: str, soon: Sequence[str], call: str, writes: Sequence[Array] = ()) -> list[str]:
+    """A row, block by block: ask for what is read soon, compute, flush what went to a buffer."""
+    flushes = [
+        f"if (!full || large) flush({a.role}_seq + t * N + begin + b, {a.role}_row + b, up_to(m, size - b), large);"
+        for a in writes
+        if a.kind == "sequence"
+    ]
+    return [
+        f"{indent}for (int64_t b = 0; b < n; b += BLOCK) {{",
+        f"{indent}  const int64_t m = up_to(BLOCK, n - b);",
+        *(f"{indent}  {line}" for line in [*soon, call, *flushes]),
+        f"{indent}}}",
+    ]
 
 
 def _operand_rows(step: _Step, graph: Graph, plan: Plan, state: str) -> None:
@@ -214,7 +229,7 @@ def _stored(node: Node, stored: str) -> str:
 
 # --- forward ----------------------------------------------------------------------------------------------------------------
 def _forward(plan: Plan) -> list[str]:
-    step = _Step("step", f"One step of {safe(plan.core)} on a row of n neurons.")
+    step = _Step("step", f"One step of {safe(plan.core)} on n neurons of a row.")
     graph = plan.step
     _operand_rows(step, graph, plan, "")
     for a in plan.carried:
@@ -228,7 +243,6 @@ def _forward(plan: Plan) -> list[str]:
             value = graph.outputs[a.role if a.role[0] == "y" else f"v{a.role[1:]}"]
             step.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
             step.bottom.append(f"{a.role}_row[i] = {_stored(value, STORAGE[a.storage])};")
-    before, after = _sequence_rows(plan, "        ")
     lines = [*step.text(graph), *_open(plan), "      for (int64_t t = 0; t < T; ++t) {"]
     for a in plan.writes:
         if a.kind == "checkpoint":
@@ -236,10 +250,9 @@ def _forward(plan: Plan) -> list[str]:
             lines.append(
                 f"        if (t % K == 0 && t > 0) std::memcpy({a.role}_seq + (t / K - 1) * N + begin, {row}, size * sizeof({ctype}));"
             )
-    soon = [
-        f"        if (large && t + 1 < T) prefetch({a.role}_seq + (t + 1) * N + begin, size);" for a in plan.reads if a.kind == "sequence"
-    ]
-    return [*lines, *before, *soon, f"        {step.call()}", *after, "      }", *_close(plan)]
+    soon = [f"if (large && t + 1 < T) prefetch({a.role}_seq + (t + 1) * N + begin + b, m);" for a in plan.reads if a.kind == "sequence"]
+    lines += [*_rows(plan, "        "), *_blocks("        ", soon, step.call(), plan.writes), "      }"]
+    return [*lines, *_close(plan)]
 
 
 # --- backward -----------------------------------------------------------------------------------------------------------------
@@ -247,18 +260,12 @@ def _backward(plan: Plan) -> list[str]:
     assert plan.advance is not None
     vjp, advance = plan.step, plan.advance
     states = [a for a in plan.reads if a.kind == "checkpoint"]
-    ahead = _Step("advance", f"The states of {safe(plan.core)} one step on, on a row of n neurons.")
+    ahead = _Step("advance", f"The states of {safe(plan.core)} one step on, on n neurons of a row.")
     _operand_rows(ahead, advance, plan, "{}_row + (t - start) * tile")
     for role, node in advance.outputs.items():
         ahead.row(f"{role}_next", ROW[node.dtype], f"{role}_row + (t - start + 1) * tile", const=False)
         ahead.bottom.append(f"{role}_next[i] = {_stored(node, ROW[node.dtype])};")
     back = _vjp_step(plan)
-    before, after = _sequence_rows(plan, "          ")
-    soon = [
-        f"          if (t > 0) prefetch({a.role}_seq + (t - 1) * N + begin, size);"
-        for a in plan.reads
-        if a.kind == "sequence" and a.role[0] == "g"
-    ]
     lines = [*(ahead.text(advance) if states else []), *back.text(vjp), *_open(plan)]
     lines += [
         "      for (int64_t start = (T - 1) / K * K; start >= 0; start -= K) {",
@@ -270,25 +277,35 @@ def _backward(plan: Plan) -> list[str]:
             f"        if (start > 0) std::memcpy({role}_row, {a.role}_seq + (start / K - 1) * N + begin, size * sizeof({ctype}));",
             f"        else first_row({role}_first, begin, size, {role}_row);",
         ]
+    indent = "          "
     if states:
-        rows, _ = _sequence_rows(plan, "          ", advance.inputs)
-        rows += [f"          prefetch({r}_seq + (t + 1) * N + begin, size);" for r in advance.inputs if r[0] == "x"]
-        lines += ["        for (int64_t t = start; t + 1 < end; ++t) {", *rows, f"          {ahead.call()}", "        }"]
+        rows = _rows(plan, indent, advance.inputs)
+        soon = [f"if (end == T) prefetch({r}_seq + (t + 1) * N + begin + b, m);" for r in advance.inputs if r[0] == "x"]
+        lines += ["        for (int64_t t = start; t + 1 < end; ++t) {", *rows, *_blocks(indent, soon, ahead.call()), "        }"]
     lines += [
         "        for (int64_t t = end - 1; t >= start; --t) {",
-        *before,
-        *soon,
-        f"          {back.call()}",
-        *after,
+        *_rows(plan, indent),
+        *_blocks(indent, _soon(plan, advance.inputs if states else {}), back.call(), plan.writes),
         "        }",
         "      }",
     ]
     return [*lines, *_close(plan)]
 
 
+def _soon(plan: Plan, recomputed: Container[str]) -> list[str]:
+    """What the step before reads; and of what the recomputation of the chunk before reads, a step."""
+    lines = []
+    for a in plan.reads:
+        if a.kind == "sequence" and a.role in recomputed:
+            lines.append(f"if (start > 0) prefetch_far({a.role}_seq + (start - K + (end - 1 - t)) * N + begin + b, m);")
+        elif a.kind == "sequence":
+            lines.append(f"if (t > 0) prefetch({a.role}_seq + (t - 1) * N + begin + b, m);")
+    return lines
+
+
 def _vjp_step(plan: Plan) -> _Step:
     vjp = plan.step
-    back = _Step("vjp", f"One step back: the vector-Jacobian product of {safe(plan.core)} on a row of n neurons.")
+    back = _Step("vjp", f"One step back: the vector-Jacobian product of {safe(plan.core)} on n neurons of a row.")
     _operand_rows(back, vjp, plan, "{}_row + (t - start) * tile")
     sequences = {a.role: a for a in plan.reads if a.kind == "sequence"}
     for a in plan.carried:

@@ -11,6 +11,8 @@ namespace flexsn {
 
 constexpr int64_t LANES = 64;  // rows of a tile are padded to this many neurons: vector loops have no tail
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+constexpr int64_t BLOCK = 128;  // neurons between whose computation rows are asked for and written: both go on at once
+inline int64_t up_to(int64_t limit, int64_t left) { return left < limit ? left : limit; }
 
 // One thread's scratch memory: zeroed rows of `tile` neurons each, cut off one after another.
 class Scratch {
@@ -63,11 +65,12 @@ inline void fence() {  // streamed rows are visible to other threads after it
 #endif
 }
 
-// Ask for a row that is read soon: rows are strided, so the processor does not foresee them.
-template <class T> inline void prefetch(const T* row, int64_t n) {
+// Ask for n elements that are read soon (or, far, after some rows): rows are strided, so the processor does not foresee them.
+template <class T, int cache = 3> inline void prefetch(const T* row, int64_t n) {
   const char* const p = reinterpret_cast<const char*>(row);
-  for (int64_t i = 0; i < n * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 3);
+  for (int64_t i = 0; i < n * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, cache);
 }
+template <class T> inline void prefetch_far(const T* row, int64_t n) { prefetch<T, 2>(row, n); }
 
 // Large fresh arrays: huge pages save most of the cost of their first touch.
 inline void huge_pages(void* data, int64_t bytes) {

@@ -5,7 +5,7 @@ using namespace flexsn;
 
 constexpr int64_t K = 16;  // steps from checkpoint to checkpoint
 
-// The states of lif one step on, on a row of n neurons.
+// The states of lif one step on, on n neurons of a row.
 static inline void advance(int64_t n, const float* __restrict x0_row, const float* __restrict v0_row, const float* __restrict p0_row, const float* __restrict p1_row, float* __restrict v0_next) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
@@ -20,7 +20,7 @@ static inline void advance(int64_t n, const float* __restrict x0_row, const floa
   }
 }
 
-// One step back: the vector-Jacobian product of lif on a row of n neurons.
+// One step back: the vector-Jacobian product of lif on n neurons of a row.
 static inline void vjp(int64_t n, const float* __restrict x0_row, const float* __restrict v0_row, const float* __restrict gy0_row, const float* __restrict p0_row, const float* __restrict p1_row, float* __restrict gv0_row, float* __restrict gp0_row, float* __restrict gp1_row, float* __restrict gx0_row) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
@@ -92,16 +92,23 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
         else first_row(v0_first, begin, size, v0_row);
         for (int64_t t = start; t + 1 < end; ++t) {
           const float* const x0_row = readable(x0_seq + t * N + begin, size, full, x0_buffer);
-          prefetch(x0_seq + (t + 1) * N + begin, size);
-          advance(n, x0_row, v0_row + (t - start) * tile, p0_row, p1_row, v0_row + (t - start + 1) * tile);
+          for (int64_t b = 0; b < n; b += BLOCK) {
+            const int64_t m = up_to(BLOCK, n - b);
+            if (end == T) prefetch(x0_seq + (t + 1) * N + begin + b, m);
+            advance(m, x0_row + b, v0_row + (t - start) * tile + b, p0_row + b, p1_row + b, v0_row + (t - start + 1) * tile + b);
+          }
         }
         for (int64_t t = end - 1; t >= start; --t) {
           const float* const x0_row = readable(x0_seq + t * N + begin, size, full, x0_buffer);
           const float* const gy0_row = readable(gy0_seq + t * N + begin, size, full, gy0_buffer);
           float* const gx0_row = !full || large ? gx0_buffer : gx0_seq + t * N + begin;
-          if (t > 0) prefetch(gy0_seq + (t - 1) * N + begin, size);
-          vjp(n, x0_row, v0_row + (t - start) * tile, gy0_row, p0_row, p1_row, gv0_row, gp0_row, gp1_row, gx0_row);
-          if (!full || large) flush(gx0_seq + t * N + begin, gx0_buffer, size, large);
+          for (int64_t b = 0; b < n; b += BLOCK) {
+            const int64_t m = up_to(BLOCK, n - b);
+            if (start > 0) prefetch_far(x0_seq + (start - K + (end - 1 - t)) * N + begin + b, m);
+            if (t > 0) prefetch(gy0_seq + (t - 1) * N + begin + b, m);
+            vjp(m, x0_row + b, v0_row + (t - start) * tile + b, gy0_row + b, p0_row + b, p1_row + b, gv0_row + b, gp0_row + b, gp1_row + b, gx0_row + b);
+            if (!full || large) flush(gx0_seq + t * N + begin + b, gx0_row + b, up_to(m, size - b), large);
+          }
         }
       }
       last_row(gv0_row, begin, size, gv0_last);

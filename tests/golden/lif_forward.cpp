@@ -5,7 +5,7 @@ using namespace flexsn;
 
 constexpr int64_t K = 16;  // steps from checkpoint to checkpoint
 
-// One step of lif on a row of n neurons.
+// One step of lif on n neurons of a row.
 static inline void step(int64_t n, const float* __restrict x0_row, const float* __restrict p0_row, const float* __restrict p1_row, float* __restrict v0_row, float* __restrict y0_row) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
@@ -52,9 +52,12 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
         if (t % K == 0 && t > 0) std::memcpy(c0_seq + (t / K - 1) * N + begin, v0_row, size * sizeof(float));
         const float* const x0_row = readable(x0_seq + t * N + begin, size, full, x0_buffer);
         float* const y0_row = !full || large ? y0_buffer : y0_seq + t * N + begin;
-        if (large && t + 1 < T) prefetch(x0_seq + (t + 1) * N + begin, size);
-        step(n, x0_row, p0_row, p1_row, v0_row, y0_row);
-        if (!full || large) flush(y0_seq + t * N + begin, y0_buffer, size, large);
+        for (int64_t b = 0; b < n; b += BLOCK) {
+          const int64_t m = up_to(BLOCK, n - b);
+          if (large && t + 1 < T) prefetch(x0_seq + (t + 1) * N + begin + b, m);
+          step(m, x0_row + b, p0_row + b, p1_row + b, v0_row + b, y0_row + b);
+          if (!full || large) flush(y0_seq + t * N + begin + b, y0_row + b, up_to(m, size - b), large);
+        }
       }
       last_row(v0_row, begin, size, v0_last);
     }
