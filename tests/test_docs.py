@@ -57,12 +57,13 @@ def test_neuron_snippets_run():
 
 
 def test_surrogate_snippets_run():
-    names = snippets("surrogates.md", 1)
+    names = snippets("surrogates.md", 2)
     atan = 1.5 / (1 + (torch.pi / 2 * 3.0 * torch.linspace(-1.0, 1.0, 5)) ** 2)
     torch.testing.assert_close(names["x"].grad, atan)
     assert names["spikes"].tolist() == [0, 0, 1, 1, 1]
     x = torch.tensor([0.0, 2.0], requires_grad=True)
     assert names["peaked"](x).tolist() == [1, 1] and names["neuron"](torch.ones(3, 2)).shape == (3, 2)
+    assert names["scaled"].surrogate.gain.grad.abs() > 0
     (grad,) = torch.autograd.grad(names["peaked"](x).sum(), x)
     torch.testing.assert_close(grad, torch.exp(-x.detach()))
 
