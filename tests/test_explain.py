@@ -555,3 +555,10 @@ def test_a_line_with_one_statement_names_its_value():
 
     made = flexsn.explain(named, sequence(), measure=False)
     assert {label for label, kind in made.drawing.boxes.values() if kind == "value"} == {"h", "s"}
+
+
+@pytest.mark.parametrize("given", ["states", "params"])
+def test_a_network_has_its_own_states_and_params(given):
+    net = nn.Sequential(nn.Linear(4, 3), flexsn.LIF())
+    with pytest.raises(flexsn.errors.OperandCountError, match=f"the neurons of a network have their own {given}"):
+        flexsn.explain(net, torch.rand(5, 4), measure=False, **{given: [torch.zeros(3)]})
