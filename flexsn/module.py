@@ -162,13 +162,29 @@ class FlexSN(nn.Module):
     def _checked_start(self, given: InitialStates | None) -> InitialStates | None:
         if given is None or callable(given):
             return given
+        if not isinstance(given, (list, tuple, Tensor)):
+            raise ArgumentError(
+                f"initial_states must be a list, one number or None for each state, not {given!r}", core=core_name(self.core)
+            )
         if len(given) != self.num_states or any(isinstance(v, Tensor) for v in given):
             raise OperandCountError(
                 f"initial_states={given!r} does not fit {self.num_states} states: one number or None for each",
                 core=core_name(self.core),
                 hint="Tensors come from a function of the inputs: initial_states=lambda *inputs: [v0].",
             )
+        self._check_start(given, "a number or None")
         return tuple(given)
+
+    def _check_start(self, values: Any, wanted: str) -> None:
+        """What the states start from: one entry per state, numbers, None and, from a function of the inputs, tensors."""
+        if not isinstance(values, (list, tuple)):
+            raise ArgumentError(
+                f"initial_states returned {values!r}: it has to return a list, {wanted} for each state", core=core_name(self.core)
+            )
+        for k, value in enumerate(values):
+            number = hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
+            if not (value is None or number or isinstance(value, Tensor)):
+                raise ArgumentError(f"initial_states has {value!r} for state {k}: it has to be {wanted}", core=core_name(self.core))
 
     # --- captured tensors -------------------------------------------------------------------------------------------
     def _look(self) -> dict[str, Any]:
@@ -239,7 +255,10 @@ class FlexSN(nn.Module):
         given = self.initial_states
         if given is None:
             return self.init_states(self.num_states, self.step_mode, *inputs)
-        return self.filled(given(*inputs) if callable(given) else given, inputs)
+        if callable(given):
+            given = given(*inputs)
+            self._check_start(given, "a number, None or a tensor")
+        return self.filled(given, inputs)
 
     def start_dtype(self, *inputs: Tensor) -> torch.dtype:
         """The floating dtype that the inputs and the tensors of this module come to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -137,6 +137,15 @@ def _shape(counts: Any) -> torch.Size | None:
     return counts.shape if isinstance(counts, Tensor) else None
 
 
+class _States(dict[str, Any]):
+    """Sequences by the name of the state."""
+
+    def __missing__(self, name: Any) -> Any:
+        raise MonitorError(
+            f"the state {name!r} was not kept", hint=f"Kept are {list(self)}; ask for it: `flexsn.monitor(model, states=[{name!r}])`."
+        )
+
+
 class Monitor:
     """A context manager that records; `flexsn.monitor` makes one. Print it for its report.
 
@@ -149,7 +158,7 @@ class Monitor:
         self, model: nn.Module, layers: Collection[str] | None, spikes: bool, states: bool | Collection[str], gradients: bool,
         keep: int | None,
     ):  # fmt: skip
-        _refuse_compiled(model)
+        _check_model(model)
         self.limits, self.gradients, self.layers = Limits(), gradients, dict[str, LayerRecord]()
         self._modules, self._handles = _chosen(model, layers), list[Any]()
         self._stored: list[tuple[FlexSN, bool]] = []  # who is asked for its states, and whether it was before
@@ -159,17 +168,22 @@ class Monitor:
             names = _state_names(module) if states else ()
             wanted = names if states is True else [n for n in names if n in states]  # type: ignore[operator]  # no bool here
             record.spikes = deque(maxlen=keep) if spikes else None
-            record.states = {n: deque(maxlen=keep) for n in wanted}
+            record.states = _States({n: deque(maxlen=keep) for n in wanted})
             found |= set(names)
             self.layers[name] = record
         missing = set() if isinstance(states, bool) else set(states) - found
         if missing or (states is True and not found):
-            raise MonitorError(f"no layer has a state {', '.join(map(repr, sorted(missing)))}", hint=f"There are {sorted(found)}.")
+            named = ", ".join(map(repr, sorted(missing, key=str))) if missing else "at all"
+            raise MonitorError(f"no monitored layer has a state {named}", hint=f"There are {sorted(found)}, in {list(self.layers)}.")
 
     def __getitem__(self, name: str) -> LayerRecord:
         if name not in self.layers:
             raise MonitorError(f"layer {name!r} is not monitored", hint=f"These are: {list(self.layers)}.")
         return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the layers."""
+        return iter(self.layers)
 
     def __enter__(self) -> Monitor:
         if self._handles:
@@ -247,11 +261,23 @@ def monitor(
     """
     layers = (layers,) if isinstance(layers, str) else layers
     states = (states,) if isinstance(states, str) else states
+    if layers is not None and (not isinstance(layers, Collection) or not layers):
+        raise MonitorError(f"`layers` must be names as in `model.named_modules()`, not {layers!r}", hint="None takes every FlexSN.")
+    if not isinstance(states, (bool, Collection)):
+        raise MonitorError(f"`states` must be True, False or names of states, not {states!r}", hint='Write `states=["v"]`.')
+    for name, flag in (("spikes", spikes), ("gradients", gradients)):
+        if not isinstance(flag, bool):
+            raise MonitorError(f"`{name}` must be True or False, not {flag!r}", hint="`layers=` says of which layers.")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise MonitorError(f"`keep` must be a number of calls, 1 or more, or None for all; not {keep!r}")
     return Monitor(model, layers, spikes, states, gradients, keep)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------------
-def _refuse_compiled(model: nn.Module) -> None:
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise MonitorError(f"a monitor looks into a model, not into {what}", hint="Give it an `nn.Module`: `flexsn.monitor(model)`.")
     if any(map(_compat.is_compiled, model.modules())):
         raise MonitorError("the model is compiled, hooks and all", hint="Monitor it before `torch.compile`, or a copy of it.")
 
@@ -261,10 +287,11 @@ def _chosen(model: nn.Module, layers: Collection[str] | None) -> dict[str, nn.Mo
     if layers is None:
         layers = [name for name, module in named.items() if isinstance(module, FlexSN)]
         if not layers:
-            raise MonitorError("the model has no FlexSN", hint=f"Name the layers to look at, of {list(named)[1:]}.")
+            known = ", ".join(map(repr, list(named)[1:])) or "'', the model itself"
+            raise MonitorError("the model has no FlexSN", hint=f"Name the layers to look at, `layers=[...]`, of {known}.")
     for name in layers:
         if name not in named:
-            near = get_close_matches(name, named, n=3) or list(named)[1:]
+            near = get_close_matches(str(name), named, n=3) or list(named)[1:] or [""]
             raise MonitorError(f"the model has no layer {name!r}", hint=f"There are: {', '.join(map(repr, near))}.")
     return {name: module for name, module in named.items() if name in layers}
 

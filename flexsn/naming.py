@@ -30,5 +30,11 @@ def identifier(text: str | None) -> str | None:
 
 
 def assigned_name(node: fx.Node) -> str | None:
-    match = re.match(r".*?:\d+: ([A-Za-z_]\w*)\s*(?::[^=]*)?=(?!=)", node.meta.get("line") or "")
-    return identifier(match.group(1)) if match else None
+    """The name on the left of the user's line."""
+    match = re.match(r".*?:\d+: (([A-Za-z_]\w*)\s*(?::[^=]*)?=(?!=).*)", node.meta.get("line") or "")
+    return identifier(match.group(2)) if match and _is_assignment(match.group(1)) else None
+
+
+def _is_assignment(text: str) -> bool:
+    """Whether a line `name = ...` names what it computes: no whole lambda, no second statement, no argument of a call."""
+    return not re.search(r"\blambda\b|;|,$", text) and text.count(")") <= text.count("(")

@@ -49,6 +49,8 @@ def scan_pieces(
         reduce: `reduce(k, *outputs)` for piece `k`.
         shared: the tensors that every piece uses, params and captured ones.
     """
+    if reduce is not None and not callable(reduce):
+        raise PiecesError(f"`reduce` must be a function, not {reduce!r}", core=core, hint=_REDUCE)
     pieces = _Pieces(core, names, inputs)
     device = next((v.device for v in states if v is not None), None)
 
@@ -56,7 +58,7 @@ def scan_pieces(
         read = pieces.read(k, device)
         pieces.check_unchanged(k, (*read, *shared()))
         outputs, finals, trail = run(read, states)
-        return outputs if reduce is None else _as_tuple(reduce(k, *outputs)), finals, trail
+        return outputs if reduce is None else _reduced(core, reduce(k, *outputs)), finals, trail
 
     found: list[tuple[Tensor, ...]] = []
     trails: list[tuple[Tensor, ...]] = []
@@ -68,13 +70,31 @@ def scan_pieces(
             results, finals, trail = checkpoint(one, k, *states, use_reentrant=False)
         states = finals
         trails.append(trail)
-        found = [*found, results] if reduce is None or not found else [tuple(a + b for a, b in zip(found[0], results, strict=True))]
+        found = [*found, results] if reduce is None or not found else [_added(core, k, found[0], results)]
     outputs = tuple(list(y) for y in zip(*found, strict=True)) if reduce is None else found[0]
     return outputs, tuple(states), tuple(list(v) for v in zip(*trails, strict=True))  # type: ignore[arg-type]  # finals are there
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+_REDUCE = "Write `reduce=lambda k, *outputs: ...`, which returns a tensor or a tuple of tensors: its part of the loss."
+
+
+def _reduced(core: str, value: Any) -> tuple[Any, ...]:
+    """What `reduce` returned for a piece."""
+    found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    for part in found:
+        if not isinstance(part, (Tensor, int, float)):
+            raise PiecesError(f"`reduce` returned {type(part).__name__}, not a tensor", core=core, hint=_REDUCE)
+    return found
+
+
+def _added(core: str, k: int, total: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
+    shapes = [[list(getattr(v, "shape", ())) for v in values] for values in (total, results)]
+    if shapes[0] != shapes[1]:
+        raise PiecesError(
+            f"`reduce` returned tensors of shape {shapes[1]} for piece {k} and {shapes[0]} before: they are summed over the pieces",
+            core=core, hint="Return what does not depend on the length of a piece, as `outputs[0].sum(0)`.",
+        )  # fmt: skip
+    return tuple(a + b for a, b in zip(total, results, strict=True))
 
 
 class _Pieces:

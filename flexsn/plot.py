@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import PictureError
-from .scan import scan
+from .plot_data import TwoStates, array, color_of_each, length, level, names_of, number, points_of, rows, same, span_of, steps_of, whole
 from .signature import core_name
 
 if TYPE_CHECKING:
@@ -49,12 +49,14 @@ def raster(spikes: Any, ax: Axes | None = None, *, dt: float | None = None, colo
     Raises:
         PictureError: `spikes` has more dimensions.
     """
-    values = _rows(spikes, "raster")
+    values = rows(spikes, "raster")
+    unit, height = length(dt), number(height, "height", above=0.0)
     ax = _axes(ax)
     step, neuron = values.nonzero()
-    colors = color if isinstance(color, str) or len(color) != values.shape[1] else [color[k] for k in neuron]
+    own = color_of_each(color, values.shape[1])
+    colors = color if own is None else [own[k] for k in neuron]
     width = max(0.4, min(2.5, 240 / len(values)))
-    ax.vlines(step * (dt or 1.0), neuron - height / 2, neuron + height / 2, colors=colors, lw=width)
+    ax.vlines(step * unit, neuron - height / 2, neuron + height / 2, colors=colors, lw=width)
     _time_axis(ax, len(values), dt)
     ax.set(ylim=(-0.7, values.shape[1] - 0.3), ylabel="neuron")
     _whole_numbers(ax.yaxis)
@@ -79,18 +81,23 @@ def traces(
     """
     import numpy as np
 
-    v = _rows(membrane, "traces").astype(float)
-    fired = None if spikes is None else _same(_rows(spikes, "traces"), v, "spikes")
-    levels = {"--": _level(threshold, v, "threshold"), ":": _level(reset, v, "reset")}
+    v = rows(membrane, "traces").astype(float)
+    fired = None if spikes is None else same(rows(spikes, "traces"), v, "spikes")
+    levels = {"--": level(threshold, v, "threshold"), ":": level(reset, v, "reset")}
+    if labels is not None:
+        labels = names_of(labels, v.shape[1], "labels")
+    known = np.concatenate([v, *(found for found in levels.values() if found is not None)])
+    known = known[np.isfinite(known)]
+    if not known.size:
+        raise PictureError("traces has nothing to draw: no value is finite")
+    low, high = known.min(), known.max()
+    span, time = (high - low) or 1.0, np.arange(len(v)) * length(dt)
     ax = _axes(ax)
-    known = [v, *(level for level in levels.values() if level is not None)]
-    low, high = min(a.min() for a in known), max(a.max() for a in known)
-    span, time = (high - low) or 1.0, np.arange(len(v)) * (dt or 1.0)
     bases = np.arange(v.shape[1]) * 1.25 * span
     for k, base in enumerate(bases):
-        for style, level in levels.items():
-            if level is not None:
-                ax.plot(time, base + level[:, k], color=GREY, lw=0.9, ls=style, zorder=1)
+        for style, found in levels.items():
+            if found is not None:
+                ax.plot(time, base + found[:, k], color=GREY, lw=0.9, ls=style, zorder=1)
         ax.plot(time, base + v[:, k], color=BLUE, lw=1.4)
         if fired is not None:
             ax.vlines(time[fired[:, k] != 0], base + high, base + high + 0.15 * span, color=ORANGE, lw=1.5)
@@ -110,7 +117,9 @@ def rate_histogram(spikes: Any, ax: Axes | None = None, *, bins: int = 20, dt: f
     """
     import numpy as np
 
-    rates = (_array(spikes) != 0).mean(0).ravel() * (1000.0 / dt if dt else 1.0)
+    fired = steps_of(spikes, "rate_histogram", "[T, ...]", range(1, 64), "Give spikes over time, [T, *shape].") != 0
+    rates = fired.mean(0).ravel() * _rate(dt)
+    bins = whole(bins, "bins", 1)
     counts, edges = np.histogram(rates, bins, range=(0.0, float(rates.max()) or 1.0))
     ax = _axes(ax)
     ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=BLUE, edgecolor="white", lw=0.5)
@@ -131,9 +140,9 @@ def heat_map(spikes: Any, ax: Axes | None = None, *, window: int = 10, dt: float
     """
     import numpy as np
 
-    fired = (_array(spikes) != 0).astype(float) * (1000.0 / dt if dt else 1.0)
-    if fired.ndim not in (2, 3):
-        raise PictureError(f"heat_map draws [T, n] or [T, H, W], not {list(fired.shape)}", hint="Choose a sample: `spikes[:, 0]`.")
+    found = steps_of(spikes, "heat_map", "[T, n] or [T, H, W]", (2, 3), "Choose a sample: `spikes[:, 0]`.")
+    fired = (found != 0).astype(float) * _rate(dt)
+    window = whole(window, "window", 1)
     ax = _axes(ax)
     if fired.ndim == 3:
         mesh: Any = ax.imshow(fired.mean(0), cmap=cmap, vmin=0.0, interpolation="nearest")
@@ -143,7 +152,7 @@ def heat_map(spikes: Any, ax: Axes | None = None, *, window: int = 10, dt: float
         starts = np.arange(0, len(fired), window)
         steps = np.diff(starts, append=len(fired))
         rates = np.add.reduceat(fired, starts, axis=0) / steps[:, None]
-        edges = np.append(starts, len(fired)) * (dt or 1.0)
+        edges = np.append(starts, len(fired)) * length(dt)
         mesh = ax.pcolormesh(edges, np.arange(fired.shape[1] + 1) - 0.5, rates.T, cmap=cmap, vmin=0.0)
         ax.set(xlabel=_time_unit(dt), ylabel="neuron")
         _whole_numbers(ax.yaxis)
@@ -160,28 +169,27 @@ def surrogate_curves(
     Args:
         functions: one `x -> spike`, several, or several by name.
         span: from `-span` to `span`.
+
+    Raises:
+        PictureError: what is given is no function, or gives no gradient.
     """
-    if callable(functions):
-        functions = [functions]
-    named = functions if isinstance(functions, Mapping) else {core_name(f): f for f in functions}
+    named = _by_name(functions)
+    span, points = number(span, "span", above=0.0), whole(points, "points", 2)
+    curves = {name: _curve(name, function, torch.linspace(-span, span, points, dtype=torch.float64)) for name, function in named.items()}
     ax = _axes(ax)
     steps: list[Any] = []
-    for k, (name, function) in enumerate(named.items()):
-        x = torch.linspace(-span, span, points, dtype=torch.float64, requires_grad=True)
-        with torch.enable_grad():
-            y = function(x)
-            (slope,) = torch.autograd.grad(y.sum(), x)
+    for k, (name, (x, y, slope)) in enumerate(curves.items()):
         if not any((y == seen).all() for seen in steps):
-            ax.plot(_array(x), _array(y), color=GREY, lw=1.6, label=None if steps else "spike", zorder=1)
-            steps.append(y.detach())
-        ax.plot(_array(x), _array(slope), color=COLORS[k % len(COLORS)], lw=1.6, label=name)
+            ax.plot(x, y, color=GREY, lw=1.6, label=None if steps else "spike", zorder=1)
+            steps.append(y)
+        ax.plot(x, slope, color=COLORS[k % len(COLORS)], lw=1.6, label=name)
     ax.set(xlabel="distance to threshold", ylabel="spike; its gradient", xlim=(-span, span))
     ax.legend()
     return ax
 
 
 def phase_plane(
-    core: Callable[..., Any], ax: Axes | None = None, *, inputs: Sequence[float] = (0.0,), params: Sequence[Tensor] = (),
+    core: Callable[..., Any], ax: Axes | None = None, *, inputs: Sequence[float] | None = None, params: Sequence[Tensor] = (),
     x: tuple[float, float] = (-1.0, 1.0), y: tuple[float, float] = (-1.0, 1.0), points: int = 201,
     starts: Sequence[tuple[float, float]] = (), steps: int = 200, names: tuple[str, str] | None = None,
 ) -> Axes:  # fmt: skip
@@ -192,8 +200,9 @@ def phase_plane(
     output of zeros and ones) are shaded and take no part: there a reset makes the state jump.
 
     Args:
-        core: `core(*inputs, x, y, *params) -> (*outputs, x, y)`, elementwise.
-        inputs: the value of each input.
+        core: `core(*inputs, x, y, *params) -> (*outputs, x, y)`, elementwise; or a `FlexSN` of two states, such as
+            `flexsn.ALIF()`. What that carries is left alone.
+        inputs: the value of each input; by default 0.
         params: what follows the states.
         x, y: the range of the first and of the second state.
         points: of the grid, along each side.
@@ -201,17 +210,18 @@ def phase_plane(
         names: of the two states; by default the core's own.
 
     Raises:
-        PictureError: the core does not have two states.
+        PictureError: the module does not have two states, or is many neurons (`per_channel`); a range or a start is none.
+        OperandCountError, ReturnCountError: the core does not take so many inputs, two states and the params, or returns less.
     """
     import numpy as np
 
-    from .signature import make_signature
-
-    sig = make_signature(core, len(inputs), 2, len(params))
-    ax = _axes(ax)
+    neuron = TwoStates(core, inputs, params)
+    x, y, points, steps = span_of(x, "x"), span_of(y, "y"), whole(points, "points", 3), whole(steps, "steps", 1)
+    starts, (first, second) = points_of(starts, "starts"), neuron.names if names is None else names_of(names, 2, "names")
     xs, ys = np.linspace(*x, points), np.linspace(*y, points)
     grid = [torch.as_tensor(a, dtype=torch.float64) for a in np.meshgrid(xs, ys)]
-    spike, change = _one_step(core, inputs, grid, params)
+    spike, change = _one_step(neuron, grid)
+    ax = _axes(ax)
     if spike.any():
         ax.contourf(xs, ys, spike.astype(float), levels=[0.5, 1.5], colors=[ORANGE], alpha=0.12)
     dx, dy = (np.where(spike, np.nan, c) for c in change)
@@ -220,13 +230,12 @@ def phase_plane(
     with np.errstate(invalid="ignore", divide="ignore"):
         u, w = dx[few, few] / length / (x[1] - x[0]), dy[few, few] / length / (y[1] - y[0])
     ax.quiver(xs[few], ys[few], u, w, color=GREY, alpha=0.6, angles="uv", pivot="mid", scale=32, width=0.0025)
-    first, second = names or sig.state_names
     for change_of, color, name in ((dx, BLUE, first), (dy, COLORS[2], second)):
-        if np.nanmin(change_of) < 0 < np.nanmax(change_of):
+        if (change_of < 0).any() and (change_of > 0).any():
             ax.contour(xs, ys, change_of, levels=[0.0], colors=[color], linewidths=1.8)
         ax.plot([], [], color=color, lw=1.8, label=f"{name} stands still")
     for start in starts:
-        _trajectory(ax, core, inputs, start, params, steps)
+        _trajectory(ax, neuron, start, steps)
     ax.set(xlabel=first, ylabel=second, xlim=x, ylim=y)
     ax.legend(loc="upper left", fontsize="small")
     return ax
@@ -247,7 +256,12 @@ def animate(sequence: Any, ax: Axes | None = None, *, interval: float = 60.0, cm
     """
     from matplotlib.animation import FuncAnimation
 
-    frames, colors = _frames(_array(sequence).astype(float), cmap)
+    hint = "Choose a sample: `frames[:, 0]`."
+    pictures = steps_of(sequence, "animate", "[T, H, W] or [T, 2, H, W]", (3, 4), hint).astype(float)
+    if pictures.ndim == 4 and pictures.shape[1] != 2:
+        raise PictureError(f"animate draws [T, H, W] or [T, 2, H, W], not {list(pictures.shape)}", hint=hint)
+    frames, colors = _frames(pictures, cmap)
+    interval = number(interval, "interval", above=0.0)
     ax = _axes(ax)
     image = ax.imshow(frames[0], interpolation="nearest", **colors)
     ax.set(xticks=[], yticks=[])
@@ -264,51 +278,14 @@ def animate(sequence: Any, ax: Axes | None = None, *, interval: float = 60.0, cm
 # --- parts -----------------------------------------------------------------------------------------------------------------
 def _axes(ax: Axes | None) -> Axes:
     if ax is not None:
+        if not hasattr(ax, "add_collection"):
+            raise PictureError(f"`ax` must be an Axes of matplotlib, not {type(ax).__name__}", hint="Write `figure, ax = plt.subplots()`.")
         return ax
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise ImportError('flexsn.plot draws with matplotlib, which is not installed: pip install "flexsn[plot]"') from error
     return plt.subplots(layout="constrained")[1]
-
-
-def _array(values: Any) -> numpy.ndarray:
-    import numpy as np
-
-    if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        values = values.float() if values.dtype is torch.bfloat16 else values
-    return np.asarray(values)
-
-
-def _rows(values: Any, what: str) -> numpy.ndarray:
-    """`[T, n]`."""
-    array = _array(values)
-    array = array[:, None] if array.ndim == 1 else array
-    if array.ndim != 2:
-        raise PictureError(
-            f"{what} draws one sample, [T, n], and was given {list(array.shape)}",
-            hint="Choose a sample and flatten what is left: `spikes[:, 0].flatten(1)`.",
-        )
-    return array
-
-
-def _same(array: numpy.ndarray, like: numpy.ndarray, name: str) -> numpy.ndarray:
-    if array.shape != like.shape:
-        raise PictureError(f"`{name}` is {list(array.shape)} but the membrane is {list(like.shape)}")
-    return array
-
-
-def _level(level: Any, v: numpy.ndarray, name: str) -> numpy.ndarray | None:
-    """A line for every trace, `[T, n]`."""
-    import numpy as np
-
-    if level is None:
-        return None
-    try:
-        return np.broadcast_to(_array(level).astype(float), v.shape)
-    except ValueError:
-        raise PictureError(f"`{name}` {list(_array(level).shape)} does not fit a membrane of {list(v.shape)}") from None
 
 
 def _time_unit(dt: float | None) -> str:
@@ -319,8 +296,13 @@ def _rate_unit(dt: float | None) -> str:
     return "spikes per step" if dt is None else "rate (Hz)"
 
 
+def _rate(dt: float | None) -> float:
+    """From spikes per step to the unit of a rate."""
+    return 1.0 if dt is None else 1000.0 / length(dt)
+
+
 def _time_axis(ax: Axes, steps: int, dt: float | None) -> None:
-    ax.set_xlim(-0.02 * steps * (dt or 1.0), 1.01 * steps * (dt or 1.0))
+    ax.set_xlim(-0.02 * steps * length(dt), 1.01 * steps * length(dt))
     ax.set_xlabel(_time_unit(dt))
     if dt is None:
         _whole_numbers(ax.xaxis)
@@ -333,42 +315,73 @@ def _whole_numbers(*axes: Axis) -> None:
         axis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
-def _one_step(core, inputs, grid, params) -> tuple[numpy.ndarray, list[numpy.ndarray]]:
+def _by_name(functions: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    if callable(functions):
+        functions = [functions]
+    if not isinstance(functions, (Mapping, list, tuple)) or not functions:
+        raise PictureError(f"surrogate_curves draws functions `x -> spike`, one or several, not {functions!r}")
+    named = functions if isinstance(functions, Mapping) else _numbered(functions)
+    for name, function in named.items():
+        if not callable(function):
+            raise PictureError(f"surrogate_curves draws functions `x -> spike`, and `{name}` is a {type(function).__name__}")
+    return dict(named)
+
+
+def _numbered(functions: Sequence[Any]) -> dict[str, Any]:
+    """By their names, told apart by a number where they are the same."""
+    named: dict[str, Any] = {}
+    for function in functions:
+        name, k = core_name(function), 2
+        while name in named:
+            name, k = f"{core_name(function)} {k}", k + 1
+        named[name] = function
+    return named
+
+
+def _curve(name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Places, spikes and slopes."""
+    x.requires_grad_()
+    with torch.enable_grad():
+        y = function(x)
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            raise PictureError(f"`{name}` does not return a spike for every x", hint="It has to be elementwise: `x -> spike`.")
+        if not y.requires_grad:
+            raise PictureError(f"`{name}` has no gradient", hint="Make it of one of `flexsn.surrogate`.")
+        (slope,) = torch.autograd.grad(y.sum(), x, allow_unused=True)
+    return x.detach().numpy(), y.detach().numpy(), torch.zeros_like(x).numpy() if slope is None else slope.numpy()
+
+
+def _fired(output: numpy.ndarray) -> numpy.ndarray | None:
+    """Where an output of zeros and ones is one."""
+    return output != 0 if ((output == 0) | (output == 1)).all() else None
+
+
+def _one_step(neuron: TwoStates, grid: list[Tensor]) -> tuple[numpy.ndarray, list[numpy.ndarray]]:
     """Where on the grid a step spikes, and by how much it changes both states."""
-    fixed = [torch.full_like(grid[0], value) for value in inputs]
-    with torch.no_grad():
-        returned = core(*fixed, *grid, *params)
-    if isinstance(returned, Tensor) or len(returned) < 2:
-        raise PictureError("returns fewer values than its two states", core=core_name(core), hint="A phase plane shows two states.")
-    outputs, states = returned[:-2], returned[-2:]
-    spikes = [_array(y) != 0 for y in outputs if bool(((y == 0) | (y == 1)).all())]
+    outputs, states = neuron.run(grid, 1)
+    spikes = [fired for y in outputs if (fired := _fired(array(y[0], "an output"))) is not None]
     spike = spikes[0] if spikes else torch.zeros_like(grid[0], dtype=torch.bool).numpy()
-    return spike, [_array(new) - _array(old) for new, old in zip(states, grid, strict=True)]
+    return spike, [array(new[0], "a state") - old.numpy() for new, old in zip(states, grid, strict=True)]
 
 
-def _trajectory(ax: Axes, core, inputs, start: tuple[float, float], params, steps: int) -> None:
+def _trajectory(ax: Axes, neuron: TwoStates, start: tuple[float, float], steps: int) -> None:
     import numpy as np
 
-    held = [torch.full((steps, 1), float(value), dtype=torch.float64) for value in inputs]
-    first = [torch.full((1,), float(value), dtype=torch.float64) for value in start]
-    with torch.no_grad():
-        outputs, states = scan(core, held, first, params, store_state_seqs=True, backend="torch")
-    path = np.stack([np.append(s0, _array(s)) for s0, s in zip(start, states, strict=True)])
+    outputs, states = neuron.run([torch.full((1,), value, dtype=torch.float64) for value in start], steps)
+    path = np.stack([np.append(s0, array(s, "a state")) for s0, s in zip(start, states, strict=True)])
     ax.plot(*path, color=INK, lw=0.9, marker=".", ms=2.5, zorder=3)
     ax.plot(*path[:, :1], "o", color=INK, ms=5, zorder=3)
-    fired = _array(outputs[0])[:, 0] if outputs else np.zeros(steps)
-    if np.isin(fired, (0, 1)).all() and fired.any():
-        ax.plot(*path[:, :-1][:, fired == 1], "*", color=ORANGE, ms=9, mew=0, zorder=4)
+    fired = _fired(array(outputs[0], "an output")[:, 0])
+    if fired is not None and fired.any():
+        ax.plot(*path[:, :-1][:, fired], "*", color=ORANGE, ms=9, mew=0, zorder=4)
 
 
-def _frames(array: numpy.ndarray, cmap: str) -> tuple[numpy.ndarray, dict[str, Any]]:
+def _frames(pictures: numpy.ndarray, cmap: str) -> tuple[numpy.ndarray, dict[str, Any]]:
     """`[T, H, W]` or, for events, `[T, H, W, 3]`; and how `imshow` colors them."""
     import numpy as np
 
-    if array.ndim == 3:
-        return array, {"cmap": cmap, "vmin": float(array.min()), "vmax": float(array.max())}
-    if array.ndim != 4 or array.shape[1] != 2:
-        raise PictureError(f"animate draws [T, H, W] or [T, 2, H, W], not {list(array.shape)}", hint="Choose a sample: `frames[:, 0]`.")
-    weight = (array / (array.max() or 1.0))[..., None]
+    if pictures.ndim == 3:
+        return pictures, {"cmap": cmap, "vmin": float(pictures.min()), "vmax": float(pictures.max())}
+    weight = (pictures / (pictures.max() or 1.0))[..., None]
     inks = [1.0 - np.array([int(c[i : i + 2], 16) for i in (1, 3, 5)]) / 255 for c in (BLUE, ORANGE)]
     return np.clip(1.0 - weight[:, 0] * inks[0] - weight[:, 1] * inks[1], 0.0, 1.0), {}

@@ -1,5 +1,6 @@
 """What the documents show is what the code does."""
 
+import inspect
 import os
 import re
 import shutil
@@ -56,12 +57,13 @@ def test_neuron_snippets_run():
 
 
 def test_surrogate_snippets_run():
-    names = snippets("surrogates.md", 1)
+    names = snippets("surrogates.md", 2)
     atan = 1.5 / (1 + (torch.pi / 2 * 3.0 * torch.linspace(-1.0, 1.0, 5)) ** 2)
     torch.testing.assert_close(names["x"].grad, atan)
     assert names["spikes"].tolist() == [0, 0, 1, 1, 1]
     x = torch.tensor([0.0, 2.0], requires_grad=True)
     assert names["peaked"](x).tolist() == [1, 1] and names["neuron"](torch.ones(3, 2)).shape == (3, 2)
+    assert names["scaled"].surrogate.gain.grad.abs() > 0
     (grad,) = torch.autograd.grad(names["peaked"](x).sum(), x)
     torch.testing.assert_close(grad, torch.exp(-x.detach()))
 
@@ -73,6 +75,19 @@ def test_pages_of_the_zoo_are_those_of_the_code():
         n for n, c in vars(flexsn.neurons).items() if isinstance(c, type) and n not in ("Neuron", "Synaptic")
     }
     assert set(zoo.PEERS) == set(flexsn.surrogate.__all__) - {"straight_through_estimator", "deterministic_pass"}
+
+
+def test_arguments_of_every_neuron_are_those_that_it_takes():
+    text = (ROOT / "docs" / "neurons.md").read_text()
+    rows = re.findall(r"\*\*`flexsn\.(\w+)`\*\*.*?\nArguments: (.*?)(?:\. |\.\n)", text, flags=re.DOTALL)
+    assert {name for name, _ in rows} == {n for names in zoo.FAMILIES.values() for n in names}
+    shared = set(inspect.signature(flexsn.neurons.Neuron.__init__).parameters)
+    for name, shown in rows:
+        given = eval(f"dict({shown.replace('`', '')})", {"atan": flexsn.surrogate.atan})
+        taken = {n: p.default for n, p in inspect.signature(getattr(flexsn, name)).parameters.items() if n not in shared}
+        assert given == taken, name
+        made = getattr(flexsn, name)(**given)
+        assert all(isinstance(v, torch.Tensor) or getattr(made, n) == v for n, v in made.arguments.items()), name
 
 
 def test_links_lead_somewhere():

@@ -507,3 +507,58 @@ def test_registers_on_a_gpu():
     for p in made.passes.values():
         assert p.launch["registers"] > 8 and p.launch["spills"] == 0 and p.launch["tile"] >= 64 and p.measured_s > 0
     assert "registers per thread" in str(made)
+
+
+# --- cores on one line ----------------------------------------------------------------------------------------------------------
+def on_one_line(x, v): h = v + x; s = flexsn.surrogate.atan(h - 1.0); return s, h * (1.0 - s)  # fmt: skip # noqa: E702
+
+
+def two_on_a_line(x, v):
+    h = v + x; s = flexsn.surrogate.atan(h - 1.0)  # fmt: skip # noqa: E702
+    return s, h * (1.0 - s)
+
+
+def arguments_on_lines(x, v):
+    return flexsn.surrogate.atan(
+        x=v + x,
+        alpha=3.0,
+    ), v * torch.clamp(x,
+        min=v * 0.5)  # fmt: skip
+
+
+assigned = lambda x, v: (flexsn.surrogate.atan(x + v - 1.0), v * 0.5)
+inside_a_call = flexsn.FlexSN(lambda x, v: (flexsn.surrogate.atan(x + v - 1.0), v * 0.5), num_states=1)
+
+
+@pytest.mark.parametrize("name", ["on_one_line", "two_on_a_line", "arguments_on_lines", "assigned", "inside_a_call"])
+def test_values_have_no_name_that_the_core_did_not_give(name):
+    made = flexsn.explain(globals()[name], sequence(), measure=False)
+    labels = {label for label, kind in made.drawing.boxes.values() if kind == "value"}
+    assert not labels, "which line names which value cannot be told"
+    assert all(re.match(r"\s+(t\d+: |return |\w+\()", line) or line.startswith(core_of(name)) for line in made.graph.splitlines()), (
+        made.graph
+    )
+    marked = [row for row in made.source if row.kinds]
+    lines = Path(__file__).read_text().splitlines()
+    assert marked and all(lines[row.number - 1].strip() == row.text.strip() for row in marked)
+
+
+def core_of(name):
+    return name if name in ("on_one_line", "two_on_a_line", "arguments_on_lines") else "<lambda>"
+
+
+def test_a_line_with_one_statement_names_its_value():
+    def named(x, v):
+        h = v + x
+        s = flexsn.surrogate.atan(x=h - 1.0)
+        return s, h * (1.0 - s)
+
+    made = flexsn.explain(named, sequence(), measure=False)
+    assert {label for label, kind in made.drawing.boxes.values() if kind == "value"} == {"h", "s"}
+
+
+@pytest.mark.parametrize("given", ["states", "params"])
+def test_a_network_has_its_own_states_and_params(given):
+    net = nn.Sequential(nn.Linear(4, 3), flexsn.LIF())
+    with pytest.raises(flexsn.errors.OperandCountError, match=f"the neurons of a network have their own {given}"):
+        flexsn.explain(net, torch.rand(5, 4), measure=False, **{given: [torch.zeros(3)]})

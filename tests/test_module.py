@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from cores import adlif, leaky, lif, relu_mem
@@ -535,3 +536,19 @@ def test_a_captured_tensor_becomes_a_parameter_and_back():
         neuron.reset()
         assert torch.equal(neuron(x), flexsn.scan(core, [x], [None], backend="torch").outputs[0])
         assert [n for n, _ in neuron.named_parameters()] == ["captured.scale"] * isinstance(scale, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("wrong", ["v", "0", 5, {"v": 0.0}, ["0"], [[1.0]], [1j], [object()], [numpy.ones(2)]], ids=repr)
+def test_initial_states_of_another_kind_are_refused(wrong):
+    def decay(x, v):
+        return v + x, 0.5 * v
+
+    with pytest.raises(flexsn.errors.ArgumentError, match=r"core `decay`: initial_states (must be a list|has .* for state 0)"):
+        flexsn.FlexSN(decay, num_states=1, initial_states=wrong)
+    neuron = flexsn.FlexSN(decay, num_states=1, initial_states=lambda x: wrong)
+    with pytest.raises(flexsn.errors.ArgumentError, match=r"initial_states (returned|has .* for state 0)"):
+        neuron(torch.zeros(2, 3))
+    for fine in ([None], [0.5], (numpy.float32(0.5),), [float("nan")]):
+        first = flexsn.FlexSN(decay, num_states=1, initial_states=fine, backend="torch")(torch.zeros(1, 3))
+        want = torch.full((1, 3), 0.0 if fine[0] is None else float(fine[0]))
+        assert torch.equal(first.isnan(), want.isnan()) and torch.equal(first.nan_to_num(), want.nan_to_num())

@@ -343,7 +343,7 @@ def test_names_that_are_not_there():
     net = nn.ModuleDict({"encoder": flexsn.FlexSN(lif, num_states=1)})
     with pytest.raises(MonitorError, match=r"no layer 'encodr'[\s\S]*'encoder'"):
         flexsn.monitor(net, layers=["encodr"])
-    with pytest.raises(MonitorError, match=r"no layer has a state 'u'[\s\S]*v"):
+    with pytest.raises(MonitorError, match=r"no monitored layer has a state 'u'[\s\S]*v"):
         flexsn.monitor(net, states=["u"])
     with pytest.raises(MonitorError, match=r"'decoder' is not monitored[\s\S]*encoder"):
         flexsn.monitor(net, layers="encoder")["decoder"]
@@ -377,3 +377,48 @@ def test_transforms_and_compiled_models():
     for compiled in (torch.compile(network(), backend="eager"), nn.Sequential(layer)):
         with pytest.raises(MonitorError, match="compiled"):
             flexsn.monitor(compiled)
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"layers": ["9"]}, "the model has no layer '9'\\n  There are: '0', '1', .*'2', '3'"),
+        ({"layers": [3]}, "the model has no layer 3\\n  There are: '3'"),
+        ({"layers": 3}, "`layers` must be names"),
+        ({"layers": []}, "`layers` must be names"),
+        ({"states": "w"}, r"no monitored layer has a state 'w'\n  There are \['v'\], in \['1', '3'\]"),
+        ({"states": ["v", 3]}, "has a state 3"),
+        ({"states": True, "layers": "0"}, "has a state at all"),
+        ({"states": None}, "`states` must be True, False or names"),
+        ({"states": 3}, "`states` must be True, False or names"),
+        ({"spikes": ["1"]}, "`spikes` must be True or False"),
+        ({"gradients": None}, "`gradients` must be True or False"),
+        *(({"keep": wrong}, "`keep` must be a number of calls") for wrong in (0, -1, 2.5, "all", True)),
+    ],
+    ids=repr,
+)
+def test_options_that_are_no_options(options, why):
+    with pytest.raises(MonitorError, match=why):
+        flexsn.monitor(network(), **options)
+
+
+def test_what_is_no_model_is_refused():
+    net = network()
+    for wrong, why in ((3, "a int"), (None, "a NoneType"), ([net], "a list"), (nn.Linear, "the class Linear"), (lif, "a function")):
+        with pytest.raises(MonitorError, match=f"into a model, not into {why}"):
+            flexsn.monitor(wrong)
+    with pytest.raises(MonitorError, match=r"no FlexSN\n  Name the layers to look at, `layers=\[...\]`, of '0'"):
+        flexsn.monitor(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(MonitorError, match="of '', the model itself"):
+        flexsn.monitor(nn.Linear(2, 2))
+
+
+def test_states_that_were_not_kept_are_named():
+    with flexsn.monitor(network(), states="v") as seen:
+        pass
+    assert list(seen) == ["1", "3"] and "1" in seen and "0" not in seen
+    with pytest.raises(MonitorError, match=r"state 'w' was not kept\n  Kept are \['v'\]"):
+        seen["1"].states["w"]
+    with pytest.raises(MonitorError, match="not monitored"):
+        seen["0"]

@@ -5,12 +5,14 @@ import inspect
 import io
 import pickle
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import flexsn
 from flexsn import neurons, surrogate
+from flexsn.errors import ArgumentError
 
 X = 2 * torch.rand(9, 3, 4, generator=torch.Generator().manual_seed(0))
 EAGER = {"backend": "torch"}  # where the kernel is not the point: that is tests/test_neurons_fused.py
@@ -75,6 +77,99 @@ def test_mistakes():
     ):
         with pytest.raises(getattr(flexsn.errors, error)):
             flexsn.LIF()(x)
+
+
+NUMBERS = [numpy.float32(3.0), numpy.float64(3.0), numpy.int64(3), numpy.array(3.0)]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: type(n).__name__)
+def test_numbers_of_numpy_are_numbers(number):
+    want = flexsn.LIF(tau=3.0, **EAGER)(X)
+    neuron = flexsn.LIF(**EAGER)
+    neuron.tau = number
+    assert type(neuron.tau) in (int, float) and torch.equal(neuron(X), want) and want.any()
+    assert torch.equal(flexsn.LIF(tau=number, **EAGER)(X), want)
+    assert torch.equal(flexsn.LIF(tau=number, learn_tau=True, **EAGER)(X), want)
+    assert torch.equal(flexsn.ParametricLIF(tau=number, **EAGER)(X), flexsn.ParametricLIF(tau=3.0, **EAGER)(X))
+
+
+def test_an_array_is_told_to_become_a_tensor():
+    for make in (flexsn.LIF, flexsn.ParametricLIF):
+        with pytest.raises(
+            ArgumentError, match=r"tau must be a number or a tensor.*\n  Pass `torch.as_tensor\(tau, dtype=torch.float32\)`"
+        ):
+            make(tau=numpy.full(4, 2.0))
+    with pytest.raises(ArgumentError, match="v_reset must be a number, a tensor"):
+        flexsn.LIF(v_reset=numpy.zeros(4))
+
+
+BAD_TAU = [
+    0,
+    0.0,
+    -1.0,
+    float("nan"),
+    torch.tensor(0.0),
+    torch.tensor([2.0, -1.0]),
+    torch.tensor([2.0, float("nan")]),
+    "2",
+    None,
+    True,
+    [2.0],
+    2j,
+    torch.tensor(2j),
+]
+
+
+@pytest.mark.parametrize("bad", BAD_TAU, ids=repr)
+def test_a_time_constant_is_positive_from_the_start_and_ever_after(bad):
+    for make in (flexsn.LIF, flexsn.ParametricLIF):
+        with pytest.raises(ArgumentError, match=f"{make.__name__}: tau must be"):
+            make(tau=bad)
+    neuron = flexsn.LIF()
+    with pytest.raises(ArgumentError, match="LIF: `tau` is a constant" if isinstance(bad, torch.Tensor) else "LIF: tau must be"):
+        neuron.tau = bad
+    assert neuron.tau == 2.0
+
+
+def test_what_a_formula_divides_by_is_positive():
+    found = 0
+    for make in vars(neurons).values():
+        for argument in getattr(make, "defaults", {}) if isinstance(make, type) else ():
+            if argument.startswith("tau") or argument in ("c_m", "delta_t", "dt"):
+                found += 1
+                with pytest.raises(ArgumentError, match=f"{make.__name__}: {argument} must be positive"):
+                    make(**{argument: 0.0})
+    assert found > 25
+
+
+def test_on_the_meta_device_values_are_not_asked():
+    with torch.device("meta"):
+        assert flexsn.LIF(tau=torch.ones(3), learn_tau=True).tau.is_meta and flexsn.ParametricLIF(tau=3.0).w.is_meta
+
+
+def test_parametric_lif_takes_tau_in_place_of_w():
+    assert [*inspect.signature(flexsn.ParametricLIF).parameters][:2] == ["tau", "v_threshold"]
+    for options in ({}, {"learn_tau": True}, {"learn": "tau"}, {"learn": ("tau", "v_threshold")}):
+        neuron = flexsn.ParametricLIF(tau=3.0, **options)
+        names = {n for n, _ in neuron.named_parameters()}
+        assert names == {"captured.w"} | ({"captured.v_threshold"} if "v_threshold" in options.get("learn", ()) else set())
+        torch.testing.assert_close(neuron.tau, torch.tensor(3.0))
+    with pytest.raises(ArgumentError, match="makes its own `w`"):
+        flexsn.ParametricLIF(w=0.0)
+    for value in (3.0, nn.Parameter(torch.tensor(3.0))):
+        with pytest.raises(ArgumentError, match="`tau` follows from the parameter `w`"):
+            neuron.tau = value
+
+
+def test_options_that_are_no_options():
+    for wrong in ("4", 0, -1, 4.0, True):
+        with pytest.raises(ArgumentError, match="per_channel must be the number of channels"):
+            flexsn.LIF(learn_tau=True, per_channel=wrong)
+    for wrong in (5, True, None, [3], {"tau": True}):
+        with pytest.raises(ArgumentError, match="learn must be names"):
+            flexsn.LIF(learn=wrong)
+    with pytest.raises(ArgumentError, match="surrogate must be a function"):
+        flexsn.LIF(surrogate=nn.Sigmoid)
 
 
 def test_learned_arguments():
@@ -169,10 +264,15 @@ def test_attributes_can_be_set():
     neuron.v_threshold = 0.25
     assert torch.equal(neuron(X), flexsn.LIF(tau=3.0, v_threshold=0.25, **EAGER)(X)) and twin.v_threshold == 1.0
     assert torch.equal(twin(X), flexsn.LIF(tau=3.0, **EAGER)(X))
-    with pytest.raises(AttributeError, match="write into it"):
-        neuron.tau = 2.0
-    with pytest.raises(AttributeError, match="make another neuron"):
-        neuron.v_threshold = torch.ones(4)
+    for value in (2.0, torch.tensor(2.0), nn.Parameter(torch.tensor(2.0)), "2"):
+        with pytest.raises(ArgumentError, match=r"`tau` is a tensor of this neuron\n  Write into it, .*neuron.tau.copy_"):
+            neuron.tau = value
+    for value, instead in ((torch.ones(4), r"LIF\(v_threshold=...\)"), (nn.Parameter(torch.ones(4)), 'learn="v_threshold"')):
+        with pytest.raises(ArgumentError, match=f"`v_threshold` is a constant of this neuron\n  Make a neuron .*{instead}"):
+            neuron.v_threshold = value
+    with pytest.raises(ArgumentError, match="`surrogate` is a constant"):
+        neuron.surrogate = nn.Identity()
+    assert neuron.surrogate is surrogate.atan and neuron.v_threshold == 0.25
     with torch.no_grad():
         neuron.tau.copy_(1.5)
     neuron.reset()

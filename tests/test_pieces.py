@@ -255,3 +255,21 @@ def test_what_changes_before_the_backward_is_noticed(changed, reduced):
         {"a piece": pieces[1], "a param": w, "a captured tensor": c}[changed].mul_(2)
     with pytest.raises(flexsn.errors.PiecesError, match="modified by an in-place operation"):
         (y if reduced else y[0].sum() + y[1].sum()).backward()
+
+
+@pytest.mark.parametrize(
+    "reduce, why",
+    [
+        ("sum", "`reduce` must be a function, not 'sum'"),
+        (lambda k, s: None, "`reduce` returned NoneType, not a tensor"),
+        (lambda k, s: (s.sum(), "loss"), "`reduce` returned str, not a tensor"),
+        (lambda k, s: s, r"returned tensors of shape \[\[1, 3\]\] for piece 2 and \[\[2, 3\]\] before"),
+        (lambda k, s: (s.sum(),) * (k + 1), r"returned tensors of shape \[\[\], \[\]\] for piece 1"),
+    ],
+    ids=["no function", "None", "a word", "by length", "by number"],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_reduce_that_cannot_be_summed_is_refused(reduce, why, grad):
+    x = torch.rand(5, 3, requires_grad=grad)
+    with pytest.raises(flexsn.errors.PiecesError, match=why):
+        flexsn.scan(lif, (x.split(2),), (None,), reduce=reduce)

@@ -1,5 +1,6 @@
 """What `flexsn.plot` drew is what it was given: positions of spikes, lines, bars, contours and frames."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 
 import flexsn
 from flexsn import plot, surrogate
-from flexsn.errors import PictureError
+from flexsn.errors import ArgumentError, FlexSNError, PictureError, ReturnCountError
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -258,12 +259,40 @@ def test_phase_plane_of_other_cores(ax):
     assert len(nullclines(ax)) == 1 and (ax.get_xlabel(), ax.get_ylabel()) == ("up", "down")
     assert not [c for c in ax.collections if isinstance(c, QuadContourSet) and c.filled]
     drawn(ax)
-    with pytest.raises(PictureError, match="core `one_state`"):
+    with pytest.raises(ReturnCountError, match=r"core `one_state`.*expected 2 states"):
 
         def one_state(x, v, w):
             return v + w
 
         plot.phase_plane(one_state, ax=ax)
+
+
+@pytest.mark.parametrize("neuron", [flexsn.ALIF(), flexsn.FlexSN(resonator, num_states=2), flexsn.CubaLIF(learn_tau=True)], ids=repr)
+def test_phase_plane_of_a_module_is_that_of_its_core(ax, neuron):
+    neuron(torch.rand(4, 3))
+    before = [v.clone() for v in neuron.states], neuron.backend
+    options = {"x": (-1.0, 1.5), "y": (-0.5, 2.0), "points": 41, "starts": [(0.2, 0.1)], "steps": 20, "inputs": [0.7]}
+    plot.phase_plane(neuron, ax=ax, **options)
+    core = plot.phase_plane(neuron.core, **options)
+    assert len(ax.lines) == len(core.lines) >= 4
+    for one, other in zip(ax.lines, core.lines, strict=True):
+        np.testing.assert_allclose(one.get_xydata(), other.get_xydata())
+    assert (ax.get_xlabel(), ax.get_ylabel()) == (core.get_xlabel(), core.get_ylabel())
+    assert all(torch.equal(a, b) for a, b in zip(neuron.states, before[0], strict=True)) and neuron.backend == before[1]
+
+
+def test_phase_plane_of_a_copied_module_is_that_of_the_copy(ax):
+    """Whose parameters are its own, whatever its core was made with."""
+    neuron = flexsn.CubaLIF(tau=2.0, learn_tau=True)
+    other = copy.deepcopy(neuron)
+    with torch.no_grad():
+        other.tau_syn.fill_(8.0)
+    paths = []
+    for layer in (neuron, other):
+        own = plot.phase_plane(layer, points=21, starts=[(0.1, 0.5)], steps=3)
+        paths.append(own.lines[-2].get_ydata())
+    np.testing.assert_allclose(paths[0], 0.5 * 0.5 ** np.arange(4))
+    np.testing.assert_allclose(paths[1], 0.5 * 0.875 ** np.arange(4))
 
 
 # --- animation ----------------------------------------------------------------------------------------------------------------
@@ -317,3 +346,118 @@ def test_matplotlib_is_imported_when_drawing():
     )
     assert done.returncode == 0, done.stderr
     assert 'pip install "flexsn[plot]"' in done.stdout
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------------------
+SEQUENCES = {  # by function: what it draws, and of which shape
+    "raster": (plot.raster, (20, 5)),
+    "traces": (plot.traces, (20, 5)),
+    "rate_histogram": (plot.rate_histogram, (20, 5)),
+    "heat_map": (plot.heat_map, (20, 5)),
+    "animate": (plot.animate, (20, 5, 5)),
+}
+NO_SEQUENCES = {
+    "0-dim": lambda x: torch.tensor(1.0),
+    "a number": lambda x: 1.0,
+    "None": lambda x: None,
+    "a word": lambda x: "spikes",
+    "a dict": lambda x: {"spikes": x},
+    "ragged lists": lambda x: [[1.0], [1.0, 2.0]],
+    "ragged tensors": lambda x: [torch.ones(2), torch.ones(3)],
+    "complex": lambda x: x.to(torch.complex64),
+    "sparse": lambda x: x.to_sparse(),
+    "meta": lambda x: x.to("meta"),
+    "no step": lambda x: x[:0],
+    "no neuron": lambda x: x[:, :0],
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("wrong", NO_SEQUENCES)
+def test_what_is_no_sequence_is_refused(name, wrong):
+    draw, shape = SEQUENCES[name]
+    with pytest.raises(PictureError, match=f"^{name}"):
+        draw(NO_SEQUENCES[wrong](torch.rand(shape)))
+
+
+@pytest.mark.parametrize("name", ["raster", "traces", "rate_histogram", "heat_map"])
+def test_lists_are_drawn_as_tensors_are(name, ax):
+    draw, shape = SEQUENCES[name]
+    values = (torch.rand(shape) < 0.5).float()
+    kinds = [values, values.tolist(), list(values), values.bool(), values.bfloat16()]
+    pictures = [drawn(draw(kind)).figure.canvas.buffer_rgba() for kind in kinds]
+    assert all(np.array_equal(picture, pictures[0]) for picture in pictures) and np.asarray(pictures[0]).min() < 255
+
+
+V, SPIKES = torch.rand(20, 5), some_spikes(20, 5)
+NAN = float("nan")
+MISTAKES = {
+    "raster": (lambda **kw: plot.raster(SPIKES, **kw), {
+        "dt": (0, -1.0, NAN, "1", True), "height": (0.0, -1, "a"), "color": ("no color", 3, ["red", "blue"]), "ax": (3, plt)}),
+    "traces": (lambda **kw: plot.traces(V, **kw), {
+        "dt": (0, "1"), "labels": (["a"], "abcde", 5), "reset": ("never", torch.rand(3), [[1.0], [1.0, 2.0]]), "threshold": ("high", 2j),
+        "spikes": (SPIKES[:10], SPIKES[:, :2])}),
+    "rate_histogram": (lambda **kw: plot.rate_histogram(SPIKES, **kw), {"dt": (0,), "bins": (0, -1, 2.5, "auto", True)}),
+    "heat_map": (lambda **kw: plot.heat_map(SPIKES, **kw), {"dt": (0,), "window": (0, -1, 2.5, "a")}),
+    "surrogate_curves": (lambda **kw: plot.surrogate_curves(surrogate.atan, **kw), {"span": (0, -1.0, "a"), "points": (0, 1, 2.5)}),
+    "phase_plane": (lambda **kw: plot.phase_plane(resonator, **kw), {
+        "inputs": (3, "a", ["a"], [NAN]), "x": (3, (1, 1), (1, -1), ("a", "b"), (0, 1, 2)), "y": (None,), "points": (0, 2, 2.5),
+        "steps": (0, -1, "a"), "starts": ((0, 0), [(0,)], [(0, 0, 0)], "ab", [("a", 0)]), "names": (("v",), "vu"), "params": (3, torch.ones(2))}),
+    "animate": (lambda **kw: plot.animate(torch.rand(3, 4, 4), **kw), {"interval": (0, "a")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_options_out_of_range_are_named(name):
+    draw, options = MISTAKES[name]
+    for option, values in options.items():
+        for value in values:
+            with pytest.raises(PictureError, match=f"`{option}`"):
+                draw(**{option: value})
+
+
+def test_what_is_no_surrogate_is_refused(ax):
+    for wrong in (3, "atan", [], {}):
+        with pytest.raises(PictureError, match="surrogate_curves draws functions"):
+            plot.surrogate_curves(wrong, ax=ax)
+    for wrong in (["atan"], {"atan": 3}, [surrogate.atan, None]):
+        with pytest.raises(PictureError, match=r"surrogate_curves draws functions .*, and `"):
+            plot.surrogate_curves(wrong, ax=ax)
+    for wrong, why in ((lambda x: 3, "for every x"), (lambda x: x[:3], "for every x"), (lambda x: x.detach(), "no gradient")):
+        with pytest.raises(PictureError, match=why):
+            plot.surrogate_curves(wrong, ax=ax)
+    with pytest.raises(ArgumentError, match="poisson_pass needs noise"):
+        plot.surrogate_curves(surrogate.poisson_pass, ax=ax)
+    assert not ax.has_data()
+    plot.surrogate_curves([surrogate.atan, surrogate.atan(alpha=5.0)], ax=ax)
+    assert [line.get_label() for line in ax.lines] == ["spike", "atan", "atan 2"], "each is drawn, whatever its name"
+
+
+def test_phase_planes_are_those_of_one_neuron_of_two_states(ax):
+    for wrong, why in (
+        (flexsn.LIF(), "core `LIF`: has 1 states"),
+        (flexsn.HodgkinHuxley(), "has 4 states"),
+        (torch.nn.Sequential(flexsn.ALIF()), "not of a network"),
+        (flexsn.ALIF(learn_tau=True, per_channel=3), r"is many neurons: `captured.tau` is \[3\]"),
+        (3, "the core must be callable, not int"),
+        (torch.nn.Linear(2, 2), r"takes 1 operands \(input\) but was given 3"),
+    ):
+        with pytest.raises(FlexSNError, match=why):
+            plot.phase_plane(wrong, ax=ax)
+    with pytest.raises(PictureError, match="has 1 values for 2 inputs"):
+        plot.phase_plane(flexsn.TwoCompartmentLIF(), ax=ax, inputs=[0.5])
+    with pytest.raises(PictureError, match="a module has its own params"):
+        plot.phase_plane(flexsn.ALIF(), ax=ax, params=[torch.ones(())])
+    assert not ax.has_data()
+    plot.phase_plane(flexsn.TwoCompartmentLIF(), ax=ax, points=21)
+    assert ax.has_data()
+
+
+def test_traces_of_what_diverges(ax):
+    v = torch.rand(20, 2)
+    v[10:, 0] = float("inf")
+    v[15:, 1] = NAN
+    drawn(plot.traces(v, ax=ax, threshold=1.0))
+    assert all(np.isfinite(ax.get_ylim()))
+    with pytest.raises(PictureError, match="no value is finite"):
+        plot.traces(torch.full((4, 2), NAN), ax=ax)

@@ -1,15 +1,19 @@
 """Surrogates: a step forward, the documented curve backward and the peers' own, stable everywhere, fused as eager."""
 
 import functools
+import inspect
 import math
 
+import numpy
 import pytest
 import snntorch.surrogate as snn
 import torch
 from helpers import assert_same_grads, assert_same_values, evaluate
 from spikingjelly.activation_based import surrogate as sj
 
+import flexsn
 from flexsn import surrogate
+from flexsn.errors import ArgumentError, ParamGradientError
 
 X = torch.linspace(-3, 3, 601, dtype=torch.float64)  # has 0, 1 and all widths in it
 NOISE = torch.rand(601, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -70,6 +74,7 @@ FORMULAS = {  # gradient at x, with the default settings and with others
 }
 NAMES = sorted(FORMULAS)
 OPERANDS = {"custom_surrogate": (torch.square,), "poisson_pass": (NOISE,), "SSO": (NOISE,)}  # what has no default
+OPERAND_NAMES = {"custom_surrogate": "gradient", "poisson_pass": "noise", "SSO": "noise"}
 OTHER_STEPS = {"multi_level_spike_count", "poisson_pass"}
 STEPS = [n for n in NAMES if n not in OTHER_STEPS]
 
@@ -244,14 +249,126 @@ def test_settings_by_name_give_a_spike_function():
         surrogate.atan(3.0)
 
 
-def test_settings_that_make_no_gradient_are_refused():
-    for spike in (
-        surrogate.squarewave_fourier_series(n=1),
-        surrogate.q_pseudo_spike(alpha=1.0),
-        surrogate.multi_level_spike_count(max_spike_count=0),
+NAN, INF = math.nan, math.inf
+REFUSED = {  # values that the formula cannot take; numbers that are not finite are refused everywhere
+    ("alpha", "sigma", "width", "w", "T_period", "height", "spike_rate_escape slope", "super_spike beta"): (0, 0.0, -1.0),
+    ("q_pseudo_spike alpha",): (1, 1.0, 0.5),
+    ("fast_sigmoid slope", "SFS slope", "spike_rate_escape beta", "s2nn beta"): (-1.0,),
+    ("n",): (1, 0, 2.5),
+    ("max_spike_count",): (0, 1.5),
+    ("grad_window",): (1.0, (0.0,)),
+    ("gradient",): (1.0, None),
+    ("noise",): (0.5, None),
+    ("inclusive",): (0, 1.0, None),
+}
+ALWAYS = ("steep", [2.0], numpy.ones(2), NAN, INF, -INF)
+
+
+def settings_of(name):
+    return [p for p in inspect.signature(getattr(surrogate, name)).parameters if p != "x"]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if getattr(surrogate, n).__name__ == n])
+def test_settings_that_make_no_gradient_are_refused(name):
+    given = with_operands(name, X).keywords
+    for setting in settings_of(name):
+        groups = [values for keys, values in REFUSED.items() if setting in keys or f"{name} {setting}" in keys]
+        values = groups[0] if groups and (name, setting) != ("log_tailed_relu", "alpha") else ()
+        for value in (*values, *ALWAYS):
+            for call in ({}, {"x": X}):
+                with pytest.raises(ArgumentError, match=f"{name} needs {setting} to be"):
+                    getattr(surrogate, name)(**call, **(given | {setting: value}))
+    with pytest.raises(ArgumentError, match=f"{name} has no setting `slop`; it takes"):
+        getattr(surrogate, name)(slop=1.0)
+    with pytest.raises(ArgumentError, match="settings by position"):
+        getattr(surrogate, name)(X, *range(9))
+
+
+def test_settings_that_are_missing_are_named():
+    for name in ("custom_surrogate", "poisson_pass", "SSO"):
+        with pytest.raises(ArgumentError, match=f"{name} needs {OPERAND_NAMES[name]}: "):
+            getattr(surrogate, name)(X)
+
+
+def test_settings_may_be_numbers_of_numpy_and_tensors():
+    for value in (numpy.float32(3.0), numpy.float64(3.0), numpy.array(3.0), numpy.int64(3), torch.tensor(3.0), torch.full((601,), 3.0)):
+        for atan in (surrogate.atan(alpha=value), surrogate.atan(None, value)):
+            torch.testing.assert_close(gradient(atan, X), gradient(surrogate.atan, X, 3.0), rtol=1e-6, atol=1e-7)
+
+
+# --- a spike does not depend on the shape of its surrogate: nothing there can be learned ----------------------------------------
+def learned_by_name(alpha):
+    return flexsn.LIF(surrogate=lambda h: surrogate.atan(h, alpha=alpha))
+
+
+def learned_in_a_module(alpha):
+    class Spike(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alpha = alpha
+
+        def forward(self, x):
+            return surrogate.atan(x, self.alpha)
+
+    return flexsn.LIF(surrogate=Spike())
+
+
+def learned_as_param(alpha):
+    return flexsn.FlexSN(lambda x, v, a: (surrogate.atan(x + v, a), v), num_states=1, params=[alpha])
+
+
+def learned_by_a_function(alpha):
+    return flexsn.LIF(surrogate=lambda h: surrogate.atan(h, alpha=alpha.exp()))
+
+
+def learned_by_a_gradient(alpha):
+    return flexsn.LIF(surrogate=surrogate.custom_surrogate(gradient=lambda h: torch.exp(-alpha * h.abs())))
+
+
+LEARNED = [learned_by_name, learned_in_a_module, learned_as_param, learned_by_a_function, learned_by_a_gradient]
+
+
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+@pytest.mark.parametrize("make", LEARNED)
+@pytest.mark.parametrize("backend", ["auto", "cpp", "torch"])
+def test_a_slope_that_requires_grad_is_refused(make, backend):
+    with pytest.raises(
+        (ArgumentError, ParamGradientError), match=r"(atan|custom_surrogate) .*but gets no gradient.*\n  Write `.detach\(\)`"
     ):
-        with pytest.raises(ValueError, match="needs"):
-            spike(X)
+        neuron = make(torch.nn.Parameter(torch.tensor(3.0)))
+        neuron.backend = backend
+        neuron(torch.rand(3, 4).requires_grad_()).sum().backward()
+
+
+def test_a_slope_that_requires_grad_is_refused_when_it_is_set():
+    with pytest.raises(ArgumentError, match="setting `alpha` of atan requires grad"):
+        surrogate.atan(alpha=torch.nn.Parameter(torch.tensor(3.0)))
+
+
+@pytest.mark.parametrize("make", [learned_as_param, learned_in_a_module, learned_by_a_gradient])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+def test_a_tensor_slope_that_is_constant_works(make, backend):
+    x = torch.linspace(-1.0, 1.0, 8).view(2, 4).requires_grad_()
+    grads = []
+    for alpha in (torch.tensor(1.0), torch.tensor(3.0)):
+        neuron = make(torch.nn.Parameter(alpha, requires_grad=False) if make is learned_in_a_module else alpha)
+        neuron.backend = backend
+        (grad,) = torch.autograd.grad(neuron(x).sum(), x)
+        grads.append(grad)
+    assert grads[0].all() and grads[1].all() and (grads[0] != grads[1]).any()
+    detached = flexsn.FlexSN(
+        lambda x, v, a: (surrogate.atan(a * x + v, a.detach()), v), 1, 1, params=[torch.nn.Parameter(torch.tensor(3.0))]
+    )
+    detached.backend = "cpp" if backend == "auto" else backend
+    detached(x).sum().backward()
+    assert detached.params.a.grad is not None
+
+
+def test_without_gradients_a_slope_may_require_them():
+    alpha = torch.nn.Parameter(torch.tensor(3.0))
+    with torch.no_grad():
+        assert surrogate.atan(X, alpha).sum() == surrogate.atan(X).sum()
 
 
 # --- fused --------------------------------------------------------------------------------------------------------------------

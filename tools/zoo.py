@@ -54,6 +54,7 @@ PEERS = {  # name here: (SpikingJelly, snnTorch); after a colon: what must be gi
     "poisson_pass": ("`PoissonPass()`", ""),
     "SSO": ("", "`SSO()`"),
 }
+OPTIONS = [n for n, p in inspect.signature(flexsn.neurons.Neuron.__init__).parameters.items() if p.kind is p.KEYWORD_ONLY]
 CURVES = [n for n in PEERS if n not in ("multi_level_spike_count", "custom_surrogate", "poisson_pass", "SSO")]
 
 
@@ -73,10 +74,11 @@ def neuron_tables() -> str:
             cls = getattr(flexsn, name)
             core = cls.step
             operands = [p for p, v in inspect.signature(core).parameters.items() if v.default is v.empty]
-            arguments = ", ".join(f"`{n}={shown(v)}`" for n, v in cls.defaults.items())
+            taken = [p for p in inspect.signature(cls).parameters.values() if p.name not in OPTIONS]
+            arguments = ", ".join(f"`{p.name}={shown(p.default)}`" for p in taken)
             text.append(f"**`flexsn.{name}`**, core `flexsn.neurons.{core.__name__}({', '.join(operands)}, ...)`\n")
             text += [f"{p}\n" for p in paragraphs(core) if not p.startswith("Args:")]
-            notes = next((p.removeprefix("Args: ") for p in paragraphs(core) if p.startswith("Args:")), None)
+            notes = " ".join(p.removeprefix("Args: ") for thing in (core, cls) for p in paragraphs(thing) if p.startswith("Args:"))
             text.append(f"Arguments: {arguments}." + (f" Here {notes}" if notes else "") + "\n")
     return "\n".join(text)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .. import _compat
 from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN, InitialStates
 from ..signature import positional_names
@@ -52,8 +53,10 @@ class Neuron(FlexSN):
         given = [p for p in inspect.signature(core).parameters.values() if p.default is not p.empty]
         cls.defaults = {p.name: p.default for p in given}
         options = [p for p in inspect.signature(Neuron.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        if "__init__" not in vars(cls):
-            cls.__signature__ = inspect.Signature([*given, *options])  # type: ignore[attr-defined]  # what `inspect` asks for
+        if "__init__" in vars(cls):  # whose arguments stand for what is always learned
+            own = [p for p in inspect.signature(cls.__init__).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+            given = [*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in given if p.name not in cls.always)]
+        cls.__signature__ = inspect.Signature([*given, *options])  # type: ignore[attr-defined]  # what `inspect` asks for
         for name in cls.defaults:
             setattr(cls, name, property(functools.partial(_get, name=name), functools.partial(_set, name=name)))
 
@@ -64,12 +67,8 @@ class Neuron(FlexSN):
     ):  # fmt: skip
         cls = type(self)
         values = self._arguments(args, kwargs)
-        learn = (learn,) if isinstance(learn, str) else learn
-        if learn_tau and not any(n.startswith("tau") for n in values):
-            raise ArgumentError(f"{cls.__name__} has no time constant `tau` to learn; its arguments are {', '.join(values)}")
-        learned = {*learn, *cls.always, *(n for n in values if learn_tau and n.startswith("tau"))}
-        if unknown := learned - values.keys():
-            raise ArgumentError(f"{cls.__name__} cannot learn {sorted(unknown)}; its arguments are {', '.join(values)}")
+        _check_channel_count(cls, per_channel)
+        learned = _learned(cls, values, learn, learn_tau)
         values = {n: _value(f"{cls.__name__}: {n}", v, n in learned, per_channel) for n, v in values.items()}
         if per_channel is not None and not any(isinstance(v, Tensor) for v in values.values()):
             raise ArgumentError(
@@ -109,9 +108,17 @@ class Neuron(FlexSN):
         if twice := first.keys() & kwargs.keys():
             raise ArgumentError(f"{cls.__name__} was given {sorted(twice)} twice")
         values = cls.defaults | first | kwargs
+        values = {name: plain(value) for name, value in values.items()}
         for name, value in values.items():
             _check(cls, name, value)
         return values
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Properties come first: `nn.Module` would register a parameter or a module under the name of an argument."""
+        if isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -145,40 +152,89 @@ def _get(neuron: Neuron, name: str) -> Any:
 
 
 def _set(neuron: Neuron, value: Any, name: str) -> None:
+    cls = type(neuron).__name__
     if name in neuron._names:
-        raise AttributeError(
-            f"`{name}` is a tensor of this neuron: write into it under torch.no_grad(), {name}.copy_(...), or make another neuron"
-        )
-    _check(type(neuron), name, value)
+        if isinstance(_get(neuron, name), nn.Module):
+            raise ArgumentError(f"{cls}: `{name}` is a module of this neuron", hint="Make another neuron.")
+        hint = f"Write into it, `with torch.no_grad(): neuron.{name}.copy_(...)`, or make another neuron."
+        raise ArgumentError(f"{cls}: `{name}` is a tensor of this neuron", hint=hint)
     if isinstance(value, (Tensor, nn.Module)):
-        raise AttributeError(f"`{name}` is a constant of this neuron: make another neuron to give it a tensor or a module")
+        made = f'{cls}({name}=..., learn="{name}")' if isinstance(value, nn.Parameter) else f"{cls}({name}=...)"
+        raise ArgumentError(f"{cls}: `{name}` is a constant of this neuron", hint=f"Make a neuron that has it from the start: `{made}`.")
+    value = plain(value)
+    _check(type(neuron), name, value)
     core: Any = neuron.core
     neuron.core = functools.partial(core.func, **(core.keywords | {name: value}))
 
 
-def _check(cls: type[Neuron], name: str, value: Any) -> None:
-    """Refuse what an argument cannot be, by what its default is."""
-    default, number = cls.defaults[name], isinstance(value, (int, float)) and not isinstance(value, bool)
+# --- what arguments may be -------------------------------------------------------------------------------------------------
+def plain(value: Any) -> Any:
+    """Scalars of numpy as those of Python."""
+    return value.item() if not isinstance(value, Tensor) and getattr(value, "ndim", None) == 0 else value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def _wanted(default: Any, name: str, value: Any) -> str | None:
+    """What an argument has to be, by what its default is; None if it is."""
     if isinstance(default, bool):
-        wanted = None if isinstance(value, bool) else "True or False"
-    elif callable(default):
-        wanted = None if callable(value) and not isinstance(value, Tensor) else "a function, such as flexsn.surrogate.atan"
-    elif name == "v_reset":
-        wanted = None if number or isinstance(value, Tensor) or value in (None, "never") else 'a number, a tensor, None or "never"'
-    elif isinstance(default, (int, float)):
-        wanted = None if isinstance(value, Tensor) or (number and value == value) else "a number or a tensor"
-    else:
-        wanted = None
+        return None if isinstance(value, bool) else "True or False"
+    if callable(default):
+        function = callable(value) and not isinstance(value, (Tensor, type))
+        return None if function else "a function, such as flexsn.surrogate.atan"
+    if is_number(value) or (isinstance(value, Tensor) and not value.is_complex()):
+        return None
+    if name == "v_reset":
+        return None if value is None or (isinstance(value, str) and value == "never") else 'a number, a tensor, None or "never"'
+    return "a number or a tensor"
+
+
+def _check(cls: type[Neuron], name: str, value: Any) -> None:
+    wanted = _wanted(cls.defaults[name], name, value)
     if wanted is not None:
-        raise ArgumentError(f"{cls.__name__}: {name} must be {wanted}, not {value!r}")
-    if name.startswith("tau") and number and value <= 0:
-        raise ArgumentError(f"{cls.__name__}: {name} must be positive (it is in steps), not {value}")
+        hint = f"Pass `torch.as_tensor({name}, dtype=torch.float32)`." if getattr(value, "ndim", 0) else None
+        raise ArgumentError(f"{cls.__name__}: {name} must be {wanted}, not {value!r}", hint=hint)
+    if name.startswith("tau") or name in _DIVISORS:
+        least = smallest(value)
+        if not least > 0:
+            raise ArgumentError(f"{cls.__name__}: {name} must be positive{_DIVISORS.get(name, ' (it is in steps)')}, not {least:g}")
+
+
+_DIVISORS = {"tau_w": " (it is in ms)", "c_m": "", "delta_t": "", "dt": " (it is in ms)"}
+
+
+def smallest(value: float | Tensor) -> float:
+    """NaN if any is; of a tensor without values, 1."""
+    if not isinstance(value, Tensor):
+        return value
+    if not (_compat.is_plain(value) and value.numel()):
+        return 1.0
+    return value.detach().amin().item()
+
+
+def _check_channel_count(cls: type[Neuron], channels: Any) -> None:
+    if channels is not None and (isinstance(channels, bool) or not isinstance(channels, int) or channels < 1):
+        raise ArgumentError(f"{cls.__name__}: per_channel must be the number of channels, an int above 0, not {channels!r}")
+
+
+def _learned(cls: type[Neuron], values: dict[str, Any], learn: Any, learn_tau: bool) -> set[str]:
+    """Names of the arguments that are learned."""
+    learn = (learn,) if isinstance(learn, str) else learn
+    if not isinstance(learn, (tuple, list, set, frozenset)) or not all(isinstance(n, str) for n in learn):
+        raise ArgumentError(f"{cls.__name__}: learn must be names of arguments, as in learn=('{next(iter(values))}',), not {learn!r}")
+    if learn_tau and not any(n.startswith("tau") for n in values):
+        raise ArgumentError(f"{cls.__name__} has no time constant `tau` to learn; its arguments are {', '.join(values)}")
+    learned = {*learn, *cls.always, *(n for n in values if learn_tau and n.startswith("tau"))}
+    if unknown := learned - values.keys():
+        raise ArgumentError(f"{cls.__name__} cannot learn {sorted(unknown)}; its arguments are {', '.join(values)}")
+    return learned
 
 
 def _value(name: str, value: Any, learned: bool, channels: int | None) -> Any:
     """An argument as the core takes it: a constant, a buffer, or a parameter."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if learned and not (number or isinstance(value, Tensor)):
+    if learned and not (is_number(value) or isinstance(value, Tensor)):
         raise ArgumentError(f"{name}={value!r} is not a number, so it cannot be learned")
     if not learned and not isinstance(value, Tensor):
         return value

@@ -6,7 +6,7 @@ of `v_threshold`. A step charges the membrane to `h`, spikes where `h` reaches t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..surrogate import atan
-from .base import Neuron
+from .base import Neuron, is_number, plain, smallest
 from .reset import Number, Reset, reset, sigmoid
 
 Surrogate = Callable[[Tensor], Tensor]
@@ -147,15 +147,36 @@ class ParametricLIF(Neuron, core=parametric_lif, start=("v_leak",), always=("w",
     """
 
     def __init__(self, tau: Number = 2.0, **arguments: Any):
-        start = torch.as_tensor(tau, dtype=None if isinstance(tau, Tensor) else torch.get_default_dtype())
-        if not (start > 1).all():
-            raise ArgumentError(f"ParametricLIF: tau must be above 1 step, not {tau}: 1 / tau is a sigmoid")
-        super().__init__(w=-torch.log(start - 1), **arguments)
+        if "w" in arguments:
+            raise ArgumentError("ParametricLIF makes its own `w`", hint="Pass the time constant to begin with, tau = 1 + exp(-w).")
+        learn = arguments.pop("learn", ())
+        arguments.pop("learn_tau", None)  # it always is, as `w`
+        learn = learn if isinstance(learn, str) or not isinstance(learn, Collection) else [n for n in learn if n != "tau"]
+        super().__init__(w=_logit(tau), learn=() if learn == "tau" else learn, **arguments)
 
     @property
     def tau(self) -> Tensor:
         """The time constant as it is now, in steps."""
         return 1.0 / torch.sigmoid(self.arguments["w"].detach())
+
+    @tau.setter
+    def tau(self, value: Any) -> None:
+        raise ArgumentError(
+            "ParametricLIF: `tau` follows from the parameter `w`",
+            hint="Write into that, `with torch.no_grad(): neuron.w.fill_(-math.log(tau - 1))`, or make another neuron.",
+        )
+
+
+def _logit(tau: Any) -> Tensor:
+    """`w` with `1 / tau = sigmoid(w)`."""
+    value = plain(tau)
+    if not is_number(value) and not (isinstance(value, Tensor) and not value.is_complex()):
+        hint = "Pass `torch.as_tensor(tau, dtype=torch.float32)`." if getattr(value, "ndim", 0) else None
+        raise ArgumentError(f"ParametricLIF: tau must be a number or a tensor, not {tau!r}", hint=hint)
+    if not smallest(value) > 1:
+        raise ArgumentError(f"ParametricLIF: tau must be above 1 step, not {tau}: 1 / tau is a sigmoid")
+    start = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.get_default_dtype())
+    return -torch.log(start - 1)
 
 
 class KLIF(Neuron, core=klif, start=("v_leak",), always=("k",)):

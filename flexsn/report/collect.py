@@ -36,6 +36,7 @@ from ..plan import Plan
 from ..run import Call, Launch
 from ..scan import BACKENDS as NAMES
 from ..scan import prepare
+from ..signature import core_name
 from .dependency import drawing_of
 from .hoisted import hoisted_ops, op_of
 from .measure import Others, copy_seconds, least_seconds
@@ -75,6 +76,11 @@ def explain(
     """
     with torch.inference_mode(False):
         if isinstance(target, nn.Module) and not isinstance(target, FlexSN) and any(isinstance(m, FlexSN) for m in target.modules()):
+            if states is not None or len(params):
+                given = "states" if states is not None else "params"
+                raise OperandCountError(
+                    f"the neurons of a network have their own {given}", core=core_name(target), hint=f"Leave out `{given}=`."
+                )
             return _explain_network(target, example, backend, measure)
         try:
             return _explain_one(subject_of(target, example, states, params, backend), measure)
