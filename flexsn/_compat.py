@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import warnings
@@ -278,6 +279,20 @@ def scan_operator() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return scan
+
+
+def let_graphs_read_scalars() -> None:
+    """While Dynamo traces: a loop in Inductor's code counts its steps in a tensor and reads it. Without this only calls with
+    `fullgraph=True` may."""
+    from torch._guards import TracingContext  # 2.11, 2.13
+
+    context = TracingContext.try_get()
+    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    if shapes is not None:
+        shapes.settings = dataclasses.replace(shapes.settings, allow_scalar_outputs=True)
+
+
+let_graphs_read_scalars._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result`, which imports Dynamo
 
 
 def scan_node() -> Callable[..., Any]:

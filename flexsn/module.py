@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ._compat import unseen_by_dynamo
 from .dynamo import exporting, refuse_carried
-from .errors import ArgumentError, BackendError, OperandCountError, ReturnCountError, SequenceLengthError
-from .ops import carry
+from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError
+from .ops import carry, check_backend
 from .reads import Reads, lock, module_tensors
-from .scan import BACKENDS, compile_core, look, run_core
+from .scan import compile_core, look, run_core
 from .signature import check_core, core_name, not_a_tensor, positional_names
 
 Start = float | Tensor | None
@@ -106,8 +106,7 @@ class FlexSN(nn.Module):
             if not isinstance(count, (int, type(None))):
                 raise ArgumentError(f"{name} must be an int, not {type(count).__name__}", core=core_name(core))
         self.core = core
-        if backend not in BACKENDS:
-            raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
+        check_backend(backend, core_name(core))
         names = positional_names(core)[0][-len(params) :] if params else ()
         names = names if len(names) == len(params) else tuple(f"param_{k}" for k in range(len(params)))
         self.param_names = tuple(_free_name(n, ()) for n in names)
