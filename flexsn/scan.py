@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -249,7 +250,7 @@ def run_core(
                     seen.calls.clear()
                 seen.calls[key] = call
             return results
-    with reading.bound(seen, replaced):
+    with reading.bound(seen, replaced), sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext():
         outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
 
