@@ -85,9 +85,12 @@ def forward_ad_level() -> int:
 
 def saved_tensors_hooks_there() -> bool:
     """Whether saved-tensor hooks are active and see what autograd saves from here on."""
-    autograd = torch._C._autograd  # 2.11, 2.13
-    off = autograd._saved_tensors_hooks_get_disabled_error_message() is not None
-    return not off and autograd._top_saved_tensors_default_hooks(True) is not None
+    return not saved_tensors_hooks_off() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # 2.11, 2.13
+
+
+def saved_tensors_hooks_off() -> bool:
+    """Whether saved-tensor hooks, and so checkpointing, are refused here, as inside `torch.func.grad`."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # 2.11, 2.13
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
