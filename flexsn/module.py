@@ -110,10 +110,8 @@ class FlexSN(nn.Module):
         example_outputs = (example_outputs,) if isinstance(example_outputs, Tensor) else example_outputs
         given = {"params": params, "example_inputs": example_inputs, "example_outputs": example_outputs}
         for name, values in given.items():
-            if (
-                (values is not None
-                and not (hasattr(values, "__len__") and hasattr(values, "__iter__")))
-                or (name == "params" and values is None)
+            if (values is not None and not (hasattr(values, "__len__") and hasattr(values, "__iter__"))) or (
+                name == "params" and values is None
             ):
                 raise ArgumentError(
                     f"{name} must be a tuple or list, not {type(values).__name__}", core=core_name(core), hint=f"Write `{name}=(value,)`."

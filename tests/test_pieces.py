@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flexsn
 from flexsn import surrogate
@@ -255,3 +256,59 @@ def test_what_changes_before_the_backward_is_noticed(changed, reduced):
         {"a piece": pieces[1], "a param": w, "a captured tensor": c}[changed].mul_(2)
     with pytest.raises(flexsn.errors.PiecesError, match="modified by an in-place operation"):
         (y if reduced else y[0].sum() + y[1].sum()).backward()
+
+
+# --- what is no sequence in pieces, and no sum ----------------------------------------------------------------------------------
+def leaky(x, v):
+    h = 0.9 * v + x
+    return h.tanh(), h
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_gradient_transforms_are_refused(transform, backend):
+    def total(x):
+        return flexsn.scan(leaky, (x.split(5),), (None,), reduce=lambda k, y: y.square().sum(), backend=backend).outputs[0]
+
+    with pytest.raises(PiecesError, match=r"torch\.func.*\n.*torch\.cat\(pieces\)"):
+        transform(total)(torch.randn(20, 4))
+
+
+def test_vmap_over_pieces():
+    x = torch.randn(3, 20, 4)
+    got = torch.vmap(lambda x: flexsn.scan(leaky, (x.split(5),), (None,), reduce=lambda k, y: y.sum()).outputs[0])(x)
+    torch.testing.assert_close(got, torch.stack([flexsn.scan(leaky, (row,), (None,)).outputs[0].sum() for row in x]))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("reduce", "words"),
+    [
+        (lambda k, y: None, "returned NoneType for piece 0"),
+        (lambda k, y: 3.0, "returned float for piece 0"),
+        (lambda k, y: (y.sum(), None), "returned NoneType for piece 0"),
+        (lambda k, y: (y.sum(),) * (k + 1), "returned other shapes for piece 1"),
+        (lambda k, y: y, "returned other shapes for piece 2"),
+        (3, "is int, not a function"),
+    ],
+)
+def test_a_reduce_that_gives_no_sum(reduce, words, grad):
+    x = torch.randn(20, 4, requires_grad=grad)
+    with pytest.raises(PiecesError, match=f"`reduce` {words}.*\n.*square"):
+        flexsn.scan(leaky, (x.split([5, 5, 6, 4]),), (None,), reduce=reduce)
+
+
+def test_arrays_and_loaders_are_no_pieces(tmp_path):
+    mapped = np.memmap(tmp_path / "x", dtype=np.float32, mode="w+", shape=(20, 4))
+    loader = DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=5)
+    for pieces, words in (
+        ([mapped[:10], mapped[10:]], "memmap, not a tensor.*\n.*torch.from_numpy"),
+        (iter([mapped]), "memmap, not a tensor.*\n.*torch.from_numpy"),
+        (loader, "DataLoader.*\n.*batch\\[0\\] for batch"),
+        (iter(loader), "list, not a tensor.*\n.*batch\\[0\\] for batch"),
+        (list(loader), "list, not a tensor.*\n.*batch\\[0\\] for batch"),
+    ):
+        with pytest.raises(PiecesError, match=words):
+            flexsn.scan(leaky, (pieces,), (None,))
+    want = flexsn.scan(leaky, (torch.cat([b[0] for b in loader]),), (None,)).outputs[0]
+    assert torch.equal(torch.cat(flexsn.scan(leaky, ([b[0] for b in loader],), (None,)).outputs[0]), want)
