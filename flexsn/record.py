@@ -256,7 +256,8 @@ class Recorder(Tape, TorchDispatchMode):
         denominator = name in _LINEAR_IN_FIRST and nodes[0] not in moving
         addends = {"aten::add": args[:2], "aten::sub": args[:2], "aten::cat": (args[:1] or ((),))[0], "aten::where": args[1:3],
                    "aten::masked_fill": args[2:3], "aten::scatter_add": args[:1], "aten::index_put": args[:1],
-                   "aten::_unsafe_index_put": args[:1], "aten::scatter": (*args[:1], *args[3:4]), "aten::index_add": args[:1]}.get(name, ())  # fmt: skip
+                   "aten::_unsafe_index_put": args[:1], "aten::index_add": args[:1],
+                   "aten::scatter": (*args[:1], *args[3:4])}.get(name, ())  # fmt: skip
         affine = any(not self.moves_or_vanishes(a) for a in addends)
         combined = name == "aten::scatter" and func._overloadname in ("reduce", "value_reduce")
         if len(moving) > limit or affine or denominator or condition or combined:
