@@ -204,9 +204,9 @@ EAGER, SCAN = "the eager loop", "PyTorch's own scan"
 
 
 def _without_kernel(tx: Any) -> str:
-    """What runs a core that no kernel expresses: `SCAN`, but for Inductor, where a gradient may be asked for.
+    """What runs a core that no kernel expresses: `SCAN`, but for Inductor and unknown compilers, where a gradient may be asked for.
 
-    Inductor of 2.11 and 2.13 takes the memory that a loop's carried values start in for other results while what the loop
+    Inductor (seen in 2.13) takes the memory that a loop's carried values start in for other results while what the loop
     returns still lies there. In a forward `scan_operator` returns nothing of these; in a backward they are gradients of
     captured tensors and first states, and come out wrong.
     """
