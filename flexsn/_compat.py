@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import warnings
@@ -84,9 +85,12 @@ def forward_ad_level() -> int:
 
 def saved_tensors_hooks_there() -> bool:
     """Whether saved-tensor hooks are active and see what autograd saves from here on."""
-    autograd = torch._C._autograd  # 2.11, 2.13
-    off = autograd._saved_tensors_hooks_get_disabled_error_message() is not None
-    return not off and autograd._top_saved_tensors_default_hooks(True) is not None
+    return not saved_tensors_hooks_off() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # 2.11, 2.13
+
+
+def saved_tensors_hooks_off() -> bool:
+    """Whether saved-tensor hooks, and so checkpointing, are refused here, as inside `torch.func.grad`."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # 2.11, 2.13
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
@@ -278,6 +282,20 @@ def scan_operator() -> Callable[..., Any] | None:
     except ImportError:
         return None
     return scan
+
+
+def let_graphs_read_scalars() -> None:
+    """While Dynamo traces: a loop in Inductor's code counts its steps in a tensor and reads it. Without this only calls with
+    `fullgraph=True` may."""
+    from torch._guards import TracingContext  # 2.11, 2.13
+
+    context = TracingContext.try_get()
+    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    if shapes is not None:
+        shapes.settings = dataclasses.replace(shapes.settings, allow_scalar_outputs=True)
+
+
+let_graphs_read_scalars._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result`, which imports Dynamo
 
 
 def scan_node() -> Callable[..., Any]:

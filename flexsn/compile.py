@@ -299,6 +299,13 @@ def program_for(
         return program, shapes
 
 
+_STATE = "What changes from step to step is a state: take it as an argument and return its new value."
+_HOOK = (
+    "A hook of a module may set it (`torch.nn.utils.prune`, the old `weight_norm`): make that permanent with `prune.remove(module, name)`, "
+    "or use `torch.nn.utils.parametrize`."
+)
+
+
 @contextlib.contextmanager
 def _no_side_effects(reads: Reads, sig: Signature) -> Iterator[None]:
     """Refuse a core that writes to what it reads, and undo what its traces wrote."""
@@ -316,7 +323,7 @@ def _no_side_effects(reads: Reads, sig: Signature) -> Iterator[None]:
     if changed:
         raise SideEffectError(
             f"changes `{changed.removeprefix('core.')}` while it runs", core=sig.core,
-            hint="What changes from step to step is a state: take it as an argument and return its new value.",
+            hint=_HOOK if any(slot.path.endswith(".hook") for slot, _ in reads.watched) else _STATE,
         )  # fmt: skip
     if drawn:
         raise RandomOpError(

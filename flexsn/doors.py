@@ -67,7 +67,8 @@ def _as_rows(call: run.Call, tensors: Tensors) -> list[Tensor | None]:
 def _forward(call: run.Call, rows: run.Rows, save: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, final states, state sequences; and checkpoints. Without recording gradients."""
     n = call.num_operands
-    return run.forward(call, rows[:n], _named(call, rows[n:]), save)
+    with call.around():
+        return run.forward(call, rows[:n], _named(call, rows[n:]), save)
 
 
 def _without_gradients(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tensor]]:
@@ -95,7 +96,8 @@ def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], gra
         with undisturbed():
             return _backward(call, rows, checkpoints, grads, needs)
     n = call.num_operands
-    found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)
+    with call.around():
+        found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)
     results: list[Tensor | None] = []
     for k, (role, meta) in enumerate(zip(call.roles, call.kinds, strict=False)):
         grad = found.get(f"g{role}") if needs[k] else None
@@ -235,6 +237,7 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
         sharding.ready()
         sharding.check_layouts(call.program.sig, inputs, states, statics)
         tensors = sharding.settled(tensors)
+        call.around = sharding.Replicating
     if not call.differentiable:
         return _without_gradients(call, tensors)[0]
     results = list((_Traced if isinstance(call, TracedCall) else _Eager).apply(call, *tensors))

@@ -18,11 +18,11 @@ from torch import Tensor, fx
 from . import _compat
 from .blueprint import Blueprint, draw
 from .capture import Meta
-from .errors import BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
+from .errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
 from .fallback import warn_once
 from .graph import HALF
 from .interfaces import require
-from .ops import KERNEL_FUNCTIONS, choose_backend, text_of
+from .ops import KERNEL_FUNCTIONS, check_backend, choose_backend, text_of
 from .places import Replay
 from .sharding import any_dtensor
 from .signature import Signature, core_name, positional_names, step_shape
@@ -139,7 +139,8 @@ def _inlined_variable(dynamo: Any, name: str, written: Callable) -> type:
         _HOP_NAME = name
 
         def _call_function(self, tx, args, kwargs):
-            return dynamo._make_inlined(tx, written)(*args, **kwargs)
+            with torch._dynamo.config.patch(specialize_float=True):  # PyTorch's `scan` cannot follow numbers that are symbols
+                return dynamo._make_inlined(tx, written)(*args, **kwargs)
 
     return InlinedVariable
 
@@ -161,29 +162,35 @@ def _core_scan_variable(dynamo: Any) -> type:
                 args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
             core, owner, inputs, states, params, *flags = args
             sequences, num_outputs, backend, strict = (f.as_python_constant() for f in flags)
-            counts = len(inputs.items), len(states.items), len(params.items)
+            sig = _signature(core, (len(inputs.items), len(states.items), len(params.items)))
+            try:
+                check_backend(backend, sig.core)
+            except BackendError as error:
+                raise _passed_on(error) from None
+            if backend == "torch":
+                return ConstantVariable.create(_without_kernel(tx))
+            counts = sig.num_inputs, sig.num_states, sig.num_params
             proxies = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
             fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
             if any_dtensor(fakes):
                 raise Unsupported("a neuron on DTensors: the call runs uncompiled, between compiled parts")
-            body, lifted = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value)
+            body, lifted = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, sig, self.value)
             bodies = [body]
             if any(t is not None and t.dtype in HALF for t in fakes):
-                body, again = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, counts, self.value, computed=True)
+                body, again = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, sig, self.value, computed=True)
                 assert [p.node for p in again] == [p.node for p in lifted]
                 bodies.append(body)
             if not owner.is_python_constant():
                 lifted = _owned_by(dynamo, tx, owner, lifted)
             values = [proxy.node.meta["example_value"] for proxy in lifted]
             grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*fakes, *values))
-            sig = _signature(core, counts)
             try:
                 choose_backend(backend, fakes[0].device, sig.core, traced=True)
                 blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
             except FlexSNError as error:
                 if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
-                    warn_once("PyTorch's own scan", error)
-                    return ConstantVariable.create(None)
+                    warn_once(instead := _without_kernel(tx), error)
+                    return ConstantVariable.create(instead)
                 raise _passed_on(error) from None
             n, m = counts[0], counts[0] + counts[1]
             statics = [*proxies[m:], *(p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor))]
@@ -191,6 +198,21 @@ def _core_scan_variable(dynamo: Any) -> type:
             return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
 
     return CoreScanVariable
+
+
+EAGER, SCAN = "the eager loop", "PyTorch's own scan"
+
+
+def _without_kernel(tx: Any) -> str:
+    """What runs a core that no kernel expresses: `SCAN`, but for Inductor and unknown compilers, where a gradient may be asked for.
+
+    Inductor (seen in 2.13) takes the memory that a loop's carried values start in for other results while what the loop
+    returns still lies there. In a forward `scan_operator` returns nothing of these; in a backward they are gradients of
+    captured tensors and first states, and come out wrong.
+    """
+    compiler = getattr(tx.output.compiler_fn, "__name__", "")
+    right = not torch.is_grad_enabled() or compiler.startswith(("eager", "aot_eager")) or torch.compiler.is_exporting()
+    return SCAN if right else EAGER
 
 
 def _passed_on(error: FlexSNError) -> Exception:
@@ -206,11 +228,14 @@ def _passed_on(error: FlexSNError) -> Exception:
 
 
 def _speculate(
-    dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, counts: tuple[int, int, int], source: Any, computed: bool = False
+    dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, sig: Signature, source: Any, computed: bool = False
 ) -> tuple[Any, list]:  # fmt: skip
     """The core as a graph, for the dtypes of its operands or `computed` ones; and what it captures (proxies outside it)."""
-    steps = [None if t is None else t.shape[1:] if i < counts[0] else t.shape for i, t in enumerate(fakes)]
-    shape = torch.broadcast_shapes(*[s for s in steps[: counts[0] + counts[1]] if s is not None])
+    steps = [None if t is None else t.shape[1:] if i < sig.num_inputs else t.shape for i, t in enumerate(fakes)]
+    try:
+        shape = step_shape(sig, [s for s in steps[: sig.num_inputs + sig.num_states] if s is not None])
+    except FlexSNError as error:
+        raise _passed_on(error) from None
     with dynamo.discard_graph_changes(tx):
         examples = []
         for size, like in zip(steps, fakes, strict=True):

@@ -25,7 +25,7 @@ class FlexSNError(Exception):
             text += f"\n  at {line}"
         if hint:
             text += f"\n  {hint}"
-        super().__init__(text)
+        self.args = (text,)  # Dynamo cannot follow `super().__init__` here
 
     def __reduce__(self):
         fields = {"reason": self.reason, "core": self.core, "line": self.line, "hint": self.hint}

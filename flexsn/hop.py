@@ -19,7 +19,7 @@ from . import _compat, dynamo
 from .errors import CannotFuseError
 from .fallback import warn_once
 from .loops import Specs, check_scan_arguments, empty_results, python_loop, scan_operator
-from .scan import core_scan, look, run_core
+from .scan import core_scan, look, run_core, uncompiled_loop
 
 
 class FlexSNScan(_compat.HigherOrderOperator):
@@ -112,8 +112,11 @@ def _compiled(
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, states, lifted, num_outputs, output_template_specs, "sequence")
     results = core_scan(core_fn, None, tuple(inputs), tuple(states), tuple(lifted), True, num_outputs, "auto", False)
-    if results is None:  # no kernel can express the core
+    if results == dynamo.SCAN:  # no kernel can express the core
         return scan_operator(core_fn, *counts, *flat_args, states="sequence")
+    if results == dynamo.EAGER:
+        _, trail, outputs = uncompiled_loop(core_fn, None, tuple(inputs), tuple(states), tuple(lifted), True, num_outputs)
+        return (*outputs, *trail)
     return (*results[:num_outputs], *results[num_outputs + num_states :])
 
 

@@ -38,6 +38,7 @@ INTERFACES = {
         "torch._C:_autograd._saved_tensors_hooks_get_disabled_error_message",
     ),
     "torch.compile": (
+        "torch._guards:TracingContext.try_get",
         "torch._C._dynamo:eval_frame._FrameAction",
         "torch._C._dynamo:eval_frame.set_code_exec_strategy",
         "torch._dynamo.variables.higher_order_ops:TorchHigherOrderOperatorVariable",

@@ -30,9 +30,9 @@ def folder() -> Path:
     """`$FLEXSN_CACHE_DIR/cpp`, by default under the user's cache folder; made if need be, and checked to be private."""
     given = os.environ.get("FLEXSN_CACHE_DIR")
     try:
-        base = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexsn"
+        base = Path(given).expanduser() if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexsn"
     except RuntimeError:
-        return private_folder("there is no home folder, and $FLEXSN_CACHE_DIR is not set")
+        return private_folder("there is no home folder, and $FLEXSN_CACHE_DIR does not name one without it")
     try:
         base = base.absolute()  # no compiler takes it for an option
         base.mkdir(mode=0o700, parents=True, exist_ok=True)

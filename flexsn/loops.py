@@ -155,6 +155,8 @@ def scan_operator(
     scan = _compat.scan_operator()
     if scan is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `scan` operator; use `eager_scan`")
+    if torch.compiler.is_dynamo_compiling():
+        _compat.let_graphs_read_scalars()
     inputs, first, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, first, lifted, num_outputs, output_template_specs, states)

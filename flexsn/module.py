@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ._compat import unseen_by_dynamo
 from .dynamo import exporting, refuse_carried
-from .errors import ArgumentError, BackendError, OperandCountError, ReturnCountError, SequenceLengthError
-from .ops import carry
+from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError
+from .ops import carry, check_backend
 from .reads import Reads, lock, module_tensors
-from .scan import BACKENDS, compile_core, look, run_core
+from .scan import compile_core, look, run_core
 from .signature import check_core, core_name, not_a_tensor, positional_names
 
 Start = float | Tensor | None
@@ -58,7 +58,7 @@ class FlexSN(nn.Module):
         example_inputs: one-step examples `[*inputs, *states]`; they are only counted.
         example_outputs: one-step examples of the outputs: at `T == 0` their shapes and dtypes are returned, and the core
             is not looked at.
-        requires_grad: one flag per input and state: False cuts the graph at that operand. By default gradients go to
+        requires_grad: one flag per input and state, or one for all: False cuts the graph at that operand. By default gradients go to
             whatever requires them.
         step_mode: `"m"`: calls take `[T, *shape]`; `"s"`: calls take one step `[*shape]`.
         backend: `"auto"`, `"cpp"`, `"triton"` (also named `"inductor"`), `"torch"` (the eager loop) or `"hop"`; see `scan`.
@@ -87,13 +87,13 @@ class FlexSN(nn.Module):
         num_states: int | None = None,
         num_outputs: int | None = None,
         example_inputs: Sequence[Any] | None = None,
-        example_outputs: Sequence[Tensor] | None = None,
-        requires_grad: Sequence[bool] | None = None,
+        example_outputs: Sequence[Tensor] | Tensor | None = None,
+        requires_grad: Sequence[bool] | bool | None = None,
         step_mode: str = "m",
         backend: str = "auto",
         store_state_seqs: bool = False,
         *,
-        params: Sequence[Tensor] = (),
+        params: Sequence[Tensor] | Tensor = (),
         strict: bool = False,
         tune: bool = False,
         initial_states: InitialStates | None = None,
@@ -105,9 +105,18 @@ class FlexSN(nn.Module):
         for name, count in (("num_inputs", num_inputs), ("num_states", num_states), ("num_outputs", num_outputs)):
             if not isinstance(count, (int, type(None))):
                 raise ArgumentError(f"{name} must be an int, not {type(count).__name__}", core=core_name(core))
+        params = (params,) if isinstance(params, Tensor) else params
+        example_outputs = (example_outputs,) if isinstance(example_outputs, Tensor) else example_outputs
+        given = {"params": params, "example_inputs": example_inputs, "example_outputs": example_outputs}
+        for name, values in given.items():
+            if (values is not None and not (hasattr(values, "__len__") and hasattr(values, "__iter__"))) or (
+                name == "params" and values is None
+            ):
+                raise ArgumentError(
+                    f"{name} must be a tuple or list, not {type(values).__name__}", core=core_name(core), hint=f"Write `{name}=(value,)`."
+                )  # fmt: skip
         self.core = core
-        if backend not in BACKENDS:
-            raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
+        check_backend(backend, core_name(core))
         names = positional_names(core)[0][-len(params) :] if params else ()
         names = names if len(names) == len(params) else tuple(f"param_{k}" for k in range(len(params)))
         self.param_names = tuple(_free_name(n, ()) for n in names)
@@ -120,8 +129,16 @@ class FlexSN(nn.Module):
         self.num_inputs, self.num_states = self._counts(num_inputs, num_states, num_outputs, example_inputs)
         self.num_outputs = num_outputs
         self.example_outputs = example_outputs
+        operands = self.num_inputs + self.num_states
+        if isinstance(requires_grad, bool):
+            requires_grad = (requires_grad,) * operands
+        if requires_grad is not None and not (isinstance(requires_grad, (tuple, list)) and all(isinstance(f, bool) for f in requires_grad)):
+            raise ArgumentError(
+                f"requires_grad must be True, False or a list of these, one per input and state, not {requires_grad!r}",
+                core=core_name(core),
+            )
         self.requires_grad_flags = None if requires_grad is None else tuple(requires_grad)
-        if self.requires_grad_flags is not None and len(self.requires_grad_flags) != self.num_inputs + self.num_states:
+        if self.requires_grad_flags is not None and len(self.requires_grad_flags) != operands:
             raise OperandCountError(
                 f"requires_grad has {len(self.requires_grad_flags)} flags for {self.num_inputs} inputs + {self.num_states} states",
                 core=core_name(core),
@@ -427,7 +444,7 @@ class FlexSNKernel:
 
     def __init__(
         self, core: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, example_inputs: Sequence[Any] | None = None,
-        example_outputs: Sequence[Tensor] | None = None, requires_grad: Sequence[bool] | None = None, backend: str = "auto", *,
+        example_outputs: Sequence[Tensor] | None = None, requires_grad: Sequence[bool] | bool | None = None, backend: str = "auto", *,
         strict: bool = False,
     ):  # fmt: skip
         self.neuron = FlexSN(

@@ -48,6 +48,14 @@ def backend_of(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "cpp"
 
 
+WANTED = ("auto", "torch", "cpp", "triton", "inductor", "hop")  # what `backend=` takes
+
+
+def check_backend(wanted: str, core: str) -> None:
+    if wanted not in WANTED:
+        raise BackendError(f"unknown backend {wanted!r}; there are {', '.join(map(repr, WANTED))}", core=core)
+
+
 def choose_backend(wanted: str, device: torch.device, core: str, *, traced: bool) -> str:
     """The backend that runs a call; `traced` ones run on the device's own."""
     own = backend_of(device)

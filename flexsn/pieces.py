@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from . import _compat
 from .errors import PiecesError
 
 Run = Callable[[tuple[Tensor, ...], Sequence[Tensor | None]], tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]]
@@ -25,10 +26,10 @@ def in_pieces(x: Any) -> bool:
     if isinstance(x, Tensor):
         return False
     if isinstance(x, (list, tuple)):
-        return not x or isinstance(x[0], Tensor)
+        return not x or isinstance(x[0], (Tensor, list, tuple)) or hasattr(x[0], "__array__")
     if isinstance(x, (str, bytes, dict)) or hasattr(x, "__array__"):
         return False
-    return isinstance(x, Iterator) or (hasattr(x, "__len__") and hasattr(x, "__getitem__"))
+    return hasattr(x, "__iter__") or (hasattr(x, "__len__") and hasattr(x, "__getitem__"))
 
 
 def scan_pieces(
@@ -49,8 +50,13 @@ def scan_pieces(
         reduce: `reduce(k, *outputs)` for piece `k`.
         shared: the tensors that every piece uses, params and captured ones.
     """
+    if _compat.saved_tensors_hooks_off():
+        raise PiecesError(
+            "is transformed by `torch.func`, but the backward of a sequence in pieces reads them again", core=core,
+            hint="Join them (`torch.cat(pieces)`), or differentiate with `.backward()` or `torch.autograd.grad`.",
+        )  # fmt: skip
     if reduce is not None and not callable(reduce):
-        raise PiecesError(f"`reduce` must be a function, not {reduce!r}", core=core, hint=_REDUCE)
+        raise PiecesError(f"`reduce` is {type(reduce).__name__}, not a function", core=core, hint=_REDUCE)
     pieces = _Pieces(core, names, inputs)
     device = next((v.device for v in states if v is not None), None)
 
@@ -58,7 +64,7 @@ def scan_pieces(
         read = pieces.read(k, device)
         pieces.check_unchanged(k, (*read, *shared()))
         outputs, finals, trail = run(read, states)
-        return outputs if reduce is None else _reduced(core, reduce(k, *outputs)), finals, trail
+        return outputs if reduce is None else _reduced(core, k, reduce(k, *outputs)), finals, trail
 
     found: list[tuple[Tensor, ...]] = []
     trails: list[tuple[Tensor, ...]] = []
@@ -70,31 +76,49 @@ def scan_pieces(
             results, finals, trail = checkpoint(one, k, *states, use_reentrant=False)
         states = finals
         trails.append(trail)
-        found = [*found, results] if reduce is None or not found else [_added(core, k, found[0], results)]
+        found = [*found, results] if reduce is None or not found else [_summed(core, k, found[0], results)]
     outputs = tuple(list(y) for y in zip(*found, strict=True)) if reduce is None else found[0]
     return outputs, tuple(states), tuple(list(v) for v in zip(*trails, strict=True))  # type: ignore[arg-type]  # finals are there
 
 
-_REDUCE = "Write `reduce=lambda k, *outputs: ...`, which returns a tensor or a tuple of tensors: its part of the loss."
+_REDUCE = "It takes `(k, *outputs)` and returns this piece's part of a sum, for example the loss: `lambda k, s: s.square().sum()`."
 
 
-def _reduced(core: str, value: Any) -> tuple[Any, ...]:
-    """What `reduce` returned for a piece."""
+def _reduced(core: str, k: int, value: Any) -> tuple[Any, ...]:
+    """What `reduce` returned, as a tuple of tensors or numbers."""
     found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     for part in found:
         if not isinstance(part, (Tensor, int, float)):
-            raise PiecesError(f"`reduce` returned {type(part).__name__}, not a tensor", core=core, hint=_REDUCE)
+            raise PiecesError(f"`reduce` returned {type(part).__name__} for piece {k}, not a tensor", core=core, hint=_REDUCE)
     return found
 
 
-def _added(core: str, k: int, total: tuple[Any, ...], results: tuple[Any, ...]) -> tuple[Any, ...]:
-    shapes = [[list(getattr(v, "shape", ())) for v in values] for values in (total, results)]
+def _summed(core: str, k: int, before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, ...]:
+    shapes = [[list(getattr(v, "shape", ())) for v in values] for values in (before, now)]
     if shapes[0] != shapes[1]:
         raise PiecesError(
             f"`reduce` returned tensors of shape {shapes[1]} for piece {k} and {shapes[0]} before: they are summed over the pieces",
             core=core, hint="Return what does not depend on the length of a piece, as `outputs[0].sum(0)`.",
         )  # fmt: skip
-    return tuple(a + b for a, b in zip(total, results, strict=True))
+    return tuple(a + b for a, b in zip(before, now, strict=True))
+
+
+_LOADER = (
+    "Pieces of a DataLoader: `[batch[0] for batch in loader]`, or `(batch[0] for batch in loader)` under `torch.no_grad()`; its batches "
+    "are the steps of one sequence."
+)
+
+
+def _as_tensors(name: str, piece: Any) -> str:
+    """What to write in place of pieces that are no tensors."""
+    if hasattr(piece, "__array__"):
+        return (
+            f"Read arrays as tensors: `[torch.from_numpy(a) for a in {name}]`; those of a file on demand, by a class with "
+            "`__len__` and `__getitem__`."
+        )
+    if isinstance(piece, (tuple, list)):
+        return _LOADER
+    return "A piece is a tensor of shape [T_k, *shape]."
 
 
 class _Pieces:
@@ -110,6 +134,8 @@ class _Pieces:
             if not in_pieces(x):
                 raise PiecesError(f"input `{name}` is {type(x).__name__} while another input is in pieces", core=core,
                                   hint=f"Cut it as the others: `{name}.split(lengths)`.")  # fmt: skip
+            if not isinstance(x, Iterator) and not hasattr(x, "__getitem__"):
+                raise PiecesError(f"input `{name}` is {type(x).__name__}, whose pieces cannot be read by number", core=core, hint=_LOADER)
         self.one_shot = any(isinstance(x, Iterator) for x in inputs)
         counts = {name: len(x) for name, x in zip(names, inputs, strict=True) if not isinstance(x, Iterator)}
         if len(set(counts.values())) > 1:
@@ -141,7 +167,9 @@ class _Pieces:
         found = [w if stream is not None else x[k] for x, w, stream in zip(self.inputs, self.waiting, self.streams, strict=True)]
         for name, piece in zip(self.names, found, strict=True):
             if not isinstance(piece, Tensor):
-                raise PiecesError(f"piece {k} of input `{name}` is {type(piece).__name__}, not a tensor", core=self.core)
+                raise PiecesError(
+                    f"piece {k} of input `{name}` is {type(piece).__name__}, not a tensor", core=self.core, hint=_as_tensors(name, piece)
+                )  # fmt: skip
         return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
 
     def check_unchanged(self, k: int, tensors: Sequence[Tensor]) -> None:

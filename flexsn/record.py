@@ -53,9 +53,12 @@ _LINEAR: dict[str, int] = {
     "aten::cat": 9, "aten::cumsum": 1, "aten::constant_pad_nd": 1, "aten::roll": 1, "aten::repeat": 1, "aten::gather": 1,
     "aten::scatter_add": 2, "aten::index_put": 2, "aten::_unsafe_index_put": 2, "aten::index_add": 2,
     "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
-    "aten::_weight_norm_interface_backward": 1,
+    "aten::_weight_norm_interface_backward": 1, "aten::diagonal_backward": 1, "aten::scatter": 2,
 }  # fmt: skip
-_LINEAR_IN_FIRST = {"aten::div", "aten::xlogy", "aten::special_xlog1py", "aten::logit_backward"}  # and nowhere else
+_LINEAR_IN_FIRST = {  # and nowhere else
+    "aten::div", "aten::xlogy", "aten::special_xlog1py", "aten::logit_backward", "aten::convolution_backward",
+    "aten::avg_pool2d_backward", "aten::upsample_nearest1d_backward",
+}  # fmt: skip
 
 # Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
 _LAYOUT = {
@@ -253,12 +256,15 @@ class Recorder(Tape, TorchDispatchMode):
         denominator = name in _LINEAR_IN_FIRST and nodes[0] not in moving
         addends = {"aten::add": args[:2], "aten::sub": args[:2], "aten::cat": (args[:1] or ((),))[0], "aten::where": args[1:3],
                    "aten::masked_fill": args[2:3], "aten::scatter_add": args[:1], "aten::index_put": args[:1],
-                   "aten::_unsafe_index_put": args[:1], "aten::index_add": args[:1]}.get(name, ())  # fmt: skip
+                   "aten::_unsafe_index_put": args[:1], "aten::index_add": args[:1],
+                   "aten::scatter": (*args[:1], *args[3:4])}.get(name, ())  # fmt: skip
         affine = any(not self.moves_or_vanishes(a) for a in addends)
-        if len(moving) > limit or affine or denominator or condition:
+        combined = name == "aten::scatter" and func._overloadname in ("reduce", "value_reduce")
+        if len(moving) > limit or affine or denominator or condition or combined:
             raise ParamGradientError(
                 f"the gradient of a param applies `{_name(self.user_op or func)}` to the summed cotangent, and is not known to be linear",
                 core=self.sig.core, line=self.line(),
+                hint="Compute it outside the core, once per call, and pass the result: `params=(f(w),)`.",
             )  # fmt: skip
         return self.add(func, args, kwargs, "reduced", nodes)
 

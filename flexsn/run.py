@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,7 +35,10 @@ class Call:
         checkpoints: how many rows of states the forward stores for the backward.
         saved: roles of these rows.
         results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
+        around: a context for what runs.
     """
+
+    around: Callable[[], AbstractContextManager] = contextlib.nullcontext
 
     def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
                  tensors: Sequence[Tensor | None]):  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from .compile import Program, program_for
 from .doors import disturbed, run_call, undisturbed
 from .eager import eager_loop
 from .errors import (
-    BackendError,
     BackendUnavailableError,
     CannotFuseError,
     ForwardModeError,
@@ -32,13 +32,11 @@ from .errors import (
 from .fallback import warn_once
 from .loops import scan_operator
 from .memory import addresses
-from .ops import TracedCall, choose_backend
+from .ops import TracedCall, check_backend, choose_backend
 from .pieces import in_pieces, scan_pieces
 from .reads import Reads
 from .signature import Signature, check_operands, core_name, make_signature, step_shape
 from .sizes import Sizes, settle_sizes
-
-BACKENDS = ("auto", "torch", "cpp", "triton", "inductor", "hop")
 
 
 class ScanResult(NamedTuple):
@@ -146,18 +144,30 @@ def compile_core(
         owner: the `FlexSN` that holds the captured tensors, if one does.
     """
     dynamo.ready()
-    if backend == "torch":
-        return compiled_loop(core, inputs, states, params, sequences, num_outputs)
     results = core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
-    if results is None:  # no kernel can express the core
-        return compiled_loop(core, inputs, states, params, sequences, num_outputs)
+    if isinstance(results, str):  # no kernel can express the core
+        loop = loop_scan if results == dynamo.SCAN else uncompiled_loop
+        return loop(core, owner, inputs, states, params, sequences, num_outputs)
     n = len(states)
     outs = len(results) - (2 * n if sequences else n)
     return list(results[outs : outs + n]), list(results[outs + n :]), list(results[:outs])
 
 
+@_compat.outside_dynamo(
+    "flexsn runs the eager loop: no kernel expresses this core, and gradients of the loops that Inductor compiles come out wrong. Compile "
+    "without `fullgraph=True`, or under `torch.no_grad()`"
+)
+def uncompiled_loop(
+    core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], sequences: bool,
+    num_outputs: int | None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """The eager loop, between compiled parts."""
+    seen = (look(core), {}) if owner is None else owner.look()
+    return run_core(core, *seen, inputs, states, params, backend="torch", strict=False, sequences=sequences, num_outputs=num_outputs)
+
+
 def compiled_loop(
-    core: Callable, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], sequences: bool,
+    core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], sequences: bool,
     num_outputs: int | None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """`eager_loop` as Dynamo traces it: PyTorch's own scan operator, one node for any T."""
@@ -169,7 +179,25 @@ def compiled_loop(
     counts = len(inputs), len(states), num_outputs
     done = list(scan_operator(core, *counts, *inputs, *first, *params, states="sequence"))
     outputs, trail = done[:num_outputs], done[num_outputs:]
-    return [v[-1].clone() for v in trail], trail if sequences else [], outputs
+    finals = (
+        [v[-1].clone() for v in trail] if inputs[0].shape[0] else [v.expand(t.shape[1:]).clone() for v, t in zip(first, trail, strict=True)]
+    )
+    return finals, trail if sequences else [], outputs
+
+
+class LoopScan(_compat.HigherOrderOperator):
+    """`compiled_loop`, with numbers as constants. Where Dynamo gives up on it, the eager loop runs."""
+
+    def __init__(self) -> None:
+        super().__init__("flexsn_loop_scan")
+
+    @_compat.unseen_by_dynamo
+    def __call__(self, *operands):
+        return uncompiled_loop(*operands)
+
+
+loop_scan = LoopScan()
+dynamo.INLINED["flexsn_loop_scan"] = compiled_loop
 
 
 @_compat.unseen_by_dynamo
@@ -179,8 +207,7 @@ def run_core(
     tune: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
-    if backend not in BACKENDS:
-        raise BackendError(f"unknown backend {backend!r}; there are {', '.join(map(repr, BACKENDS))}", core=core_name(core))
+    check_backend(backend, core_name(core))
     if disturbed():
         with undisturbed():
             return run_core(
@@ -223,7 +250,7 @@ def run_core(
                     seen.calls.clear()
                 seen.calls[key] = call
             return results
-    with reading.bound(seen, replaced):
+    with reading.bound(seen, replaced), sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext():
         outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .errors import ShardingError
 from .ops import LIBRARY
@@ -109,18 +110,53 @@ def settled(tensors: Tensors) -> list[Tensor | None]:
 
     Plain ones among them (params, captured tensors) are the same on every rank: replicas.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
     mesh = next(t.device_mesh for t in tensors if is_dtensor(t))  # type: ignore[union-attr]
-    replicas = [Replicate()] * mesh.ndim
     found: list[Tensor | None] = []
     for tensor in tensors:
         if tensor is not None and not is_dtensor(tensor):
-            tensor = DTensor.from_local(tensor, mesh, replicas, run_check=False)
-        elif tensor is not None and any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
-            tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])  # type: ignore[attr-defined]
+            tensor = replica(tensor, mesh)
+        elif tensor is not None:
+            lies = [Replicate() if p.is_partial() or _of_one(tensor, p) else p for p in tensor.placements]  # type: ignore[attr-defined]
+            tensor = tensor if lies == list(tensor.placements) else tensor.redistribute(placements=lies)  # type: ignore[attr-defined]
         found.append(tensor if tensor is None or not tensor.requires_grad else _InOwnLayout.apply(tensor))
     return found
+
+
+def _of_one(tensor: Tensor, placement: Placement) -> bool:
+    """Whether a dim of size 1 is sharded: it lies on one rank, and may broadcast."""
+    return placement.is_shard() and tensor.shape[placement.dim] == 1  # type: ignore[attr-defined]
+
+
+def replica(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A plain tensor, the same on every rank, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+class Replicating(TorchFunctionMode):
+    """While inside, plain tensors that meet DTensors are replicas: params, default states and what a core makes itself."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        mesh = _mesh_among((args, tuple(kwargs.values())))
+        if mesh is not None:
+            args, kwargs = _replicas(args, mesh), {name: _replicas(value, mesh) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _mesh_among(value: Any) -> DeviceMesh | None:
+    if isinstance(value, (tuple, list)):
+        return next((mesh for v in value if (mesh := _mesh_among(v)) is not None), None)
+    return value.device_mesh if is_dtensor(value) else None
+
+
+def _replicas(value: Any, mesh: DeviceMesh) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_replicas(v, mesh) for v in value]) if type(value) in (tuple, list) else value
+    return replica(value, mesh) if type(value) in (Tensor, torch.nn.Parameter) else value
 
 
 class _InOwnLayout(torch.autograd.Function):

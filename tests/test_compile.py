@@ -98,6 +98,7 @@ def assert_close(got, want, **tolerance):
 def assert_compiles(net, *calls, backend="aot_eager", frames=1, grad=True, tolerance=None, **options):
     """A whole graph, compiled `frames` times for these calls (each a tuple of inputs), that does what the eager net does."""
     eager, counter = copy.deepcopy(net), CompileCounterWithBackend(backend)
+    counter.__name__ = backend  # as the backend itself
     compiled = torch.compile(net, backend=counter, fullgraph=True, **options)
     for inputs in calls:
         values, grads = run(compiled, *inputs, grad=grad)
@@ -568,6 +569,82 @@ def test_strict_refuses_a_core_that_mixes_neurons():
 
 def test_the_eager_loop_by_name():
     assert_compiles(FlexSN(leaky, 1, 1, params=[nn.Parameter(torch.rand(4))], backend="torch"), (torch.randn(5, 3, 4),))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_two_layers_that_no_kernel_expresses(backend, dynamic, monkeypatch):
+    """As PyTorch's scan where that is right, by the eager loop between compiled parts where it is not."""
+    monkeypatch.setattr(flexsn.fallback, "_warned", set())
+
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([0.3, 0.1, -0.4, 1.0]))
+
+        def forward(self, x, v):
+            h = v + (x - v) * self.w.sigmoid() - v.mean()
+            s = flexsn.surrogate.atan(h - 0.5)
+            return s, h * (1.0 - s)
+
+    net, x = nn.Sequential(FlexSN(Mixing(), 1, 1), FlexSN(Mixing(), 1, 1)), torch.randn(6, 3, 4)
+    said = "the eager loop" if backend == "inductor" else "PyTorch's own scan"
+    with pytest.warns(FallbackWarning, match=said):
+        values, grads = run(torch.compile(net, backend=backend, dynamic=dynamic), x)
+    for layer in net:
+        layer.backend = "torch"
+    want, want_grads = run(net, x)
+    assert_close(values, want)
+    assert_close(grads, want_grads)
+    assert all(g.any() for g in want_grads)
+
+
+def test_a_whole_graph_is_refused_where_gradients_would_be_wrong():
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"no kernel expresses this core.*Compile without `fullgraph=True`"):
+        torch.compile(FlexSN(mixing, 1, 1, backend="torch"), fullgraph=True)(torch.randn(5, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_inference_in_a_loop_of_inductor(dynamic):
+    """Also without `fullgraph`, where Dynamo does not let a graph read scalars."""
+    net = FlexSN(leaky, 1, 1, params=[nn.Parameter(torch.rand(4))], backend="torch")
+    compiled, counter = torch.compile(net, dynamic=dynamic), torch._dynamo.utils.counters
+    counter.clear()
+    for T in (6, 9, 0):
+        x = torch.randn(T, 3, 4)
+        assert_close(run(compiled, x, grad=False)[0], run(copy.deepcopy(net), x, grad=False)[0])
+    assert not counter["graph_break"]
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------------------------
+def test_a_mistake_is_told_with_its_message():
+    net, x = FlexSN(leaky, 1, 1, params=[torch.tensor(0.5)]), torch.randn(5, 3)
+    for call, words in (
+        (lambda: net(x, x), "needs 1 inputs but was given 2"),
+        (lambda: net(None), "must be a tensor, not NoneType"),
+        (lambda: net(x.sum()), "0-dimensional"),
+        (lambda: flexsn.scan(leaky, x, (None,), (x[0],)), "`inputs` must be a tuple or list"),
+        (lambda: flexsn.scan(leaky, (x,), (torch.zeros(2),), (x[0],)), r"one-step shapes do not broadcast: `x` \[3\], `v` \[2\]"),
+        (lambda: flexsn.scan(leaky, (x,), (None,), (x[0],), backend="cupy"), "unknown backend 'cupy'"),
+    ):
+        with pytest.raises((torch._dynamo.exc.Unsupported, flexsn.errors.FlexSNError), match=words):
+            torch.compile(call, backend="eager", fullgraph=True)()
+        with pytest.raises(flexsn.errors.FlexSNError, match=words):
+            torch.compile(call, backend="eager")()
+
+
+def test_a_mistake_is_caught_inside():
+    net = FlexSN(leaky, 1, 1, params=[torch.tensor(0.5)])
+
+    def careful(x):
+        try:
+            return net(x, x)
+        except flexsn.errors.OperandCountError:
+            return x + 1
+
+    x = torch.randn(5, 3)
+    assert torch.equal(torch.compile(careful, backend="eager", fullgraph=True)(x), x + 1)
 
 
 def test_a_core_that_breaks_the_graph():

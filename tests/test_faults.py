@@ -616,3 +616,9 @@ thread.join(60)
 def test_a_fork_while_a_thread_has_swapped_what_a_core_captured(nursery, tmp_path):
     code, said = nursery.run(SWAPPED, tmp_path / ".." / "forked")
     assert code == 0, said
+
+
+def test_a_cache_under_the_home_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FLEXSN_CACHE_DIR", "~/kernels")
+    assert launch_cache.folder() == tmp_path.resolve() / "kernels" / "cpp" and not Path("~").exists()

@@ -13,11 +13,11 @@ import pytest
 import torch
 from cores import adlif, leaky, lif, relu_mem
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flexsn
-from flexsn import FlexSN
+from flexsn import FlexSN, errors
 from flexsn.errors import OperandCountError, ReturnCountError
 
 f64 = torch.float64
@@ -538,7 +538,7 @@ def test_a_captured_tensor_becomes_a_parameter_and_back():
         assert [n for n, _ in neuron.named_parameters()] == ["captured.scale"] * isinstance(scale, torch.nn.Parameter)
 
 
-@pytest.mark.parametrize("wrong", ["v", "0", 5, {"v": 0.0}, ["0"], [[1.0]], [1j], [object()], [numpy.ones(2)]], ids=repr)
+@pytest.mark.parametrize("wrong", ["v", "0", 5, {"v": 0.0}, ["0"], [[1.0]], [1j], [object()], [numpy.ones(2)]])
 def test_initial_states_of_another_kind_are_refused(wrong):
     def decay(x, v):
         return v + x, 0.5 * v
@@ -552,3 +552,55 @@ def test_initial_states_of_another_kind_are_refused(wrong):
         first = flexsn.FlexSN(decay, num_states=1, initial_states=fine, backend="torch")(torch.zeros(1, 3))
         want = torch.full((1, 3), 0.0 if fine[0] is None else float(fine[0]))
         assert torch.equal(first.isnan(), want.isnan()) and torch.equal(first.nan_to_num(), want.nan_to_num())
+
+
+# --- arguments of another kind ------------------------------------------------------------------------------------------------------
+def weighted(x, v, w):
+    h = v * w + x
+    return h.tanh(), h
+
+
+def test_one_flag_for_all_operands():
+    x = torch.randn(5, 4, requires_grad=True)
+    assert not FlexSN(lambda x, v: (x + v, v), num_states=1, requires_grad=False)(x).requires_grad
+    assert FlexSN(lambda x, v: (x + v, v), num_states=1, requires_grad=True)(x).requires_grad
+    for wrong in (1, "yes", [True, None]):
+        with pytest.raises(errors.ArgumentError, match="requires_grad must be True, False or a list"):
+            FlexSN(lambda x, v: (x + v, v), num_states=1, requires_grad=wrong)
+
+
+def test_a_tensor_in_place_of_a_list_of_one():
+    x, w = torch.randn(5, 4), nn.Parameter(torch.rand(4))
+    alone, listed = FlexSN(weighted, num_states=1, params=w), FlexSN(weighted, num_states=1, params=[w])
+    assert torch.equal(alone(x), listed(x)) and alone.params.w is w
+    empty = FlexSN(weighted, num_states=1, params=[w], example_outputs=torch.zeros(4))(x[:0])
+    assert empty.shape == (0, 4)
+
+
+@pytest.mark.parametrize("name", ["params", "example_inputs", "example_outputs"])
+def test_a_number_in_place_of_a_list(name):
+    with pytest.raises(errors.ArgumentError, match=f"{name} must be a tuple or list, not int"):
+        FlexSN(weighted, num_states=1, **{name: 3})
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([0.1, 0.9, 0.5, 0.7]))
+
+    def forward(self, x, v):
+        return weighted(x, v, self.w)
+
+
+def test_a_pruned_core():
+    """Its hook writes the weight at every step: said with the way out, or by the eager loop."""
+    core, x = Weighted(), torch.randn(6, 4)
+    prune.l1_unstructured(core, "w", amount=2)
+    with pytest.raises(errors.SideEffectError, match=r"prune\.remove\(module, name\)"):
+        FlexSN(core, num_states=1, strict=True)(x)
+    with pytest.warns(errors.FallbackWarning, match=r"prune\.remove"):
+        got = FlexSN(core, num_states=1)(x)
+    want = flexsn.scan(weighted, (x,), (None,), (torch.tensor([0.0, 0.9, 0.0, 0.7]),), strict=True).outputs[0]
+    assert torch.equal(got, want)
+    prune.remove(core, "w")
+    assert torch.equal(FlexSN(core, num_states=1, strict=True)(x), want)

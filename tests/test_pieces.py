@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import flexsn
 from flexsn import surrogate
@@ -260,9 +261,9 @@ def test_what_changes_before_the_backward_is_noticed(changed, reduced):
 @pytest.mark.parametrize(
     "reduce, why",
     [
-        ("sum", "`reduce` must be a function, not 'sum'"),
-        (lambda k, s: None, "`reduce` returned NoneType, not a tensor"),
-        (lambda k, s: (s.sum(), "loss"), "`reduce` returned str, not a tensor"),
+        ("sum", "`reduce` is str, not a function"),
+        (lambda k, s: None, "`reduce` returned NoneType for piece 0, not a tensor"),
+        (lambda k, s: (s.sum(), "loss"), "`reduce` returned str for piece 0, not a tensor"),
         (lambda k, s: s, r"returned tensors of shape \[\[1, 3\]\] for piece 2 and \[\[2, 3\]\] before"),
         (lambda k, s: (s.sum(),) * (k + 1), r"returned tensors of shape \[\[\], \[\]\] for piece 1"),
     ],
@@ -273,3 +274,41 @@ def test_reduce_that_cannot_be_summed_is_refused(reduce, why, grad):
     x = torch.rand(5, 3, requires_grad=grad)
     with pytest.raises(flexsn.errors.PiecesError, match=why):
         flexsn.scan(lif, (x.split(2),), (None,), reduce=reduce)
+
+
+# --- what is no sequence in pieces, and no sum ----------------------------------------------------------------------------------
+def leaky(x, v):
+    h = 0.9 * v + x
+    return h.tanh(), h
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_gradient_transforms_are_refused(transform, backend):
+    def total(x):
+        return flexsn.scan(leaky, (x.split(5),), (None,), reduce=lambda k, y: y.square().sum(), backend=backend).outputs[0]
+
+    with pytest.raises(PiecesError, match=r"torch\.func.*\n.*torch\.cat\(pieces\)"):
+        transform(total)(torch.randn(20, 4))
+
+
+def test_vmap_over_pieces():
+    x = torch.randn(3, 20, 4)
+    got = torch.vmap(lambda x: flexsn.scan(leaky, (x.split(5),), (None,), reduce=lambda k, y: y.sum()).outputs[0])(x)
+    torch.testing.assert_close(got, torch.stack([flexsn.scan(leaky, (row,), (None,)).outputs[0].sum() for row in x]))
+
+
+def test_arrays_and_loaders_are_no_pieces(tmp_path):
+    mapped = np.memmap(tmp_path / "x", dtype=np.float32, mode="w+", shape=(20, 4))
+    loader = DataLoader(TensorDataset(torch.randn(20, 4)), batch_size=5)
+    for pieces, words in (
+        ([mapped[:10], mapped[10:]], "memmap, not a tensor.*\n.*torch.from_numpy"),
+        (iter([mapped]), "memmap, not a tensor.*\n.*torch.from_numpy"),
+        (loader, "DataLoader.*\n.*batch\\[0\\] for batch"),
+        (iter(loader), "list, not a tensor.*\n.*batch\\[0\\] for batch"),
+        (list(loader), "list, not a tensor.*\n.*batch\\[0\\] for batch"),
+    ):
+        with pytest.raises(PiecesError, match=words):
+            flexsn.scan(leaky, (pieces,), (None,))
+    want = flexsn.scan(leaky, (torch.cat([b[0] for b in loader]),), (None,)).outputs[0]
+    assert torch.equal(torch.cat(flexsn.scan(leaky, ([b[0] for b in loader],), (None,)).outputs[0]), want)

@@ -575,6 +575,14 @@ PROLOGUES = {
     "einsum": lambda w: torch.einsum("i,ij->j", w, torch.ones(3, 3, dtype=f64)),
     "linear": lambda w: nn.functional.linear(w, torch.eye(3, dtype=f64) * 2, w),
     "layer_norm": lambda w: nn.functional.layer_norm(w, (3,)),
+    "sort": lambda w: w.sort().values,
+    "diagonal": lambda w: torch.outer(w, w).diagonal(),
+    "max along a dim": lambda w: torch.outer(w, w).max(0).values,
+    "median": lambda w: torch.outer(w, w).median(0).values,
+    "topk": lambda w: torch.outer(w, w).topk(1, 0).values[0],
+    "conv1d": lambda w: torch.conv1d(w[None, None], w[None, None, :2], padding=1)[0, 0, :3],
+    "avg_pool1d": lambda w: nn.functional.avg_pool1d(w[None], 3, 1, 1)[0],
+    "interpolate": lambda w: nn.functional.interpolate(w[None, None], size=6)[0, 0, ::2],
 }  # fmt: skip
 
 
@@ -593,7 +601,6 @@ def test_prologue_gradients_are_eagers_own(name):
 RARE = {
     "cumsum": lambda w: w.cumsum(0),
     "flip": lambda w: w.flip(0) + w[[0, 0, 1]],
-    "sort": lambda w: w.sort().values,
     "prod": lambda w: w.prod(),
     "index_select": lambda w: torch.index_select(w, 0, torch.tensor([2, 1, 0])),
     "gather": lambda w: torch.gather(w, 0, torch.tensor([2, 2, 0])),

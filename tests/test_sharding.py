@@ -3,6 +3,8 @@
 Checks are the functions named `check_*`; they run in several processes at once (`ranks.py`), on GPUs too.
 """
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +28,11 @@ def plif(x, v, w):
     h = v + (x - v) * w.sigmoid()
     s = surrogate.atan(h - 0.5)
     return s, h, h * (1.0 - s)
+
+
+def leaky(x, v, w):
+    h = v + (x - v) * w.sigmoid()
+    return h.tanh(), h
 
 
 def device():
@@ -207,6 +214,69 @@ def check_falls_back(rank, world):
         want = flexsn.scan(mixing, (x,), (torch.zeros(4, 8, dtype=x.dtype),)).outputs[0]
     spread = distribute_tensor(x, mesh, [Shard(1)])
     close(flexsn.scan(mixing, (spread,), (distribute_tensor(torch.zeros(4, 8, dtype=x.dtype), mesh, [Shard(0)]),)).outputs[0], want)
+
+
+def both_ways(mesh, core, shape, x_lies, v_lies, w_shape, w_lies, backend):
+    """Outputs, final states and gradients of a sharded call and of the whole one; `w_lies` may be None: a plain tensor."""
+    torch.manual_seed(2)
+    x, v, w = random(T, *shape), random(*shape), random(*w_shape)
+    results = []
+    for spread in (False, True):
+        place = (lambda t, lies: distribute_tensor(t, mesh, lies)) if spread else (lambda t, lies: t.clone())
+        leaves = [place(x, x_lies).requires_grad_(), (w.clone() if w_lies is None else place(w, w_lies)).requires_grad_()]
+        start = None if v_lies is None else place(v, v_lies).requires_grad_()
+        done = flexsn.scan(core, leaves[:1], (start,), leaves[1:], backend=backend)
+        leaves += [] if start is None else [start]
+        y = full(done.outputs[0])
+        results.append([y, full(done.states[0]), *map(full, torch.autograd.grad((y * y.detach().cos()).sum(), leaves))])
+    want, got = results
+    assert all(g.any() for g in want)
+    for a, b in zip(got, want, strict=True):
+        close(a, b)
+
+
+def check_eager_loop(rank, world):
+    """Default states, plain params and what a core makes itself are replicas."""
+    mesh = init_device_mesh(device(), (world,))
+
+    def mixing(x, v, w):
+        h = v * w + x * torch.arange(8.0) - x.mean()
+        return h.tanh(), h
+
+    for core, backend in ((leaky, "torch"), (mixing, "torch"), (mixing, "auto")):
+        for x_lies, v_lies in (([Shard(2)], None), ([Shard(1)], [Replicate()]), ([Replicate()], [Shard(0)])):
+            for w_lies in (None, [Replicate()], [Shard(0)]):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FallbackWarning)
+                    both_ways(mesh, core, (4, 8), x_lies, v_lies, (8,), w_lies, backend)
+
+
+def check_dim_of_one(rank, world):
+    """A sharded dim of size 1 lies on one rank; others broadcast along it."""
+    mesh = init_device_mesh(device(), (world,))
+    for shape, x_lies in (((1, 8), [Shard(1)]), ((4, 1), [Shard(2)]), ((1, 1), [Shard(1)])):
+        for w_shape in ((), (1,), (8,)):
+            for w_lies in (None, [Replicate()]):
+                for backend in ("auto", "torch"):
+                    both_ways(mesh, leaky, shape, x_lies, None, w_shape, w_lies, backend)
+
+
+def check_made_in_the_core(rank, world):
+    """A tensor that the core makes for all channels, beside sharded ones: in the kernel, and on params alone."""
+    mesh = init_device_mesh(device(), (world,))
+
+    def ramp(x, v, w):
+        h = v * torch.arange(8.0) * 0.1 + (x - v) * w
+        return h.tanh(), h
+
+    def scaled(x, v, w):
+        h = v * torch.where(torch.arange(8) > 2, w, torch.ones(8)).softmax(0) + x
+        return h.tanh(), h
+
+    for core in (ramp, scaled):
+        for x_lies in ([Shard(2)], [Shard(1)], [Replicate()]):
+            for w_lies in (None, [Replicate()], [Shard(0)]):
+                both_ways(mesh, core, (4, 8), x_lies, None, (8,), w_lies, "auto")
 
 
 # --- parallelize_module -----------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..errors import FlexSNError
 from ..module import FlexSN
+from ..ops import WANTED
 from ..report import explain
-from ..scan import BACKENDS
 from ..signature import DTYPES, positional_names
 from .outcome import BAD, GOOD, Outcome, UsageError
 from .target import load_target
@@ -30,7 +30,7 @@ def add_explain(commands: Any) -> list[argparse.ArgumentParser]:
     parser.add_argument("target", metavar="MODULE:NAME", help="a core, a FlexSN or a network: package.module:name or file.py:name")
     add_operands(parser)
     parser.add_argument("--states", type=int, metavar="S", help="number of states of a core; by default what its inputs leave")
-    parser.add_argument("--backend", choices=BACKENDS, help='by default "auto", or the module\'s own')
+    parser.add_argument("--backend", choices=WANTED, help='by default "auto", or the module\'s own')
     parser.add_argument("--no-measure", action="store_true", help="time nothing")
     parser.add_argument("--html", metavar="FILE", help="write the report as a page")
     parser.set_defaults(run=run)

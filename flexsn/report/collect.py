@@ -31,10 +31,10 @@ from ..errors import (
 )
 from ..fallback import unsaid
 from ..module import FlexSN
+from ..ops import WANTED as NAMES
 from ..ops import backend_of
 from ..plan import Plan
 from ..run import Call, Launch
-from ..scan import BACKENDS as NAMES
 from ..scan import prepare
 from ..signature import core_name
 from .dependency import drawing_of
