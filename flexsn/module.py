@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ._compat import unseen_by_dynamo
+from .arguments import InitialStates, Start, as_tuple, check_count, check_start, checked_start, gradient_flags, operand_counts, param_names
 from .dynamo import exporting, refuse_carried
 from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError
 from .ops import carry, check_backend
 from .reads import Reads, lock, module_tensors
 from .scan import compile_core, look, run_core
 from .signature import check_core, core_name, not_a_tensor, positional_names
-
-Start = float | Tensor | None
-InitialStates = Sequence[Start] | Callable[..., Sequence[Start]]
 
 
 class _Tensors(nn.Module):
@@ -58,8 +56,8 @@ class FlexSN(nn.Module):
         example_inputs: one-step examples `[*inputs, *states]`; they are only counted.
         example_outputs: one-step examples of the outputs: at `T == 0` their shapes and dtypes are returned, and the core
             is not looked at.
-        requires_grad: one flag per input and state, or one for all: False cuts the graph at that operand. By default gradients go to
-            whatever requires them.
+        requires_grad: one flag per input and state, or one for all: False cuts the graph at that operand. By default
+            gradients go to whatever requires them.
         step_mode: `"m"`: calls take `[T, *shape]`; `"s"`: calls take one step `[*shape]`.
         backend: `"auto"`, `"cpp"`, `"triton"` (also named `"inductor"`), `"torch"` (the eager loop) or `"hop"`; see `scan`.
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
@@ -102,49 +100,21 @@ class FlexSN(nn.Module):
         check_core(core)
         if step_mode not in ("m", "s"):
             raise ArgumentError(f'step_mode must be "m" (multi-step) or "s" (single-step), not {step_mode!r}', core=core_name(core))
-        for name, count in (("num_inputs", num_inputs), ("num_states", num_states), ("num_outputs", num_outputs)):
-            if not isinstance(count, (int, type(None))):
-                raise ArgumentError(f"{name} must be an int, not {type(count).__name__}", core=core_name(core))
-        params = (params,) if isinstance(params, Tensor) else params
-        example_outputs = (example_outputs,) if isinstance(example_outputs, Tensor) else example_outputs
-        given = {"params": params, "example_inputs": example_inputs, "example_outputs": example_outputs}
-        for name, values in given.items():
-            if (values is not None and not (hasattr(values, "__len__") and hasattr(values, "__iter__"))) or (
-                name == "params" and values is None
-            ):
-                raise ArgumentError(
-                    f"{name} must be a tuple or list, not {type(values).__name__}", core=core_name(core), hint=f"Write `{name}=(value,)`."
-                )  # fmt: skip
-        self.core = core
-        check_backend(backend, core_name(core))
-        names = positional_names(core)[0][-len(params) :] if params else ()
-        names = names if len(names) == len(params) else tuple(f"param_{k}" for k in range(len(params)))
-        self.param_names = tuple(_free_name(n, ()) for n in names)
-        self.num_params = len(params)
+        name = core_name(core)
+        check_backend(backend, name)
+        check_count("num_outputs", num_outputs, name)
+        params = as_tuple("params", params, name)
+        examples = None if example_inputs is None else len(as_tuple("example_inputs", example_inputs, name))
+        self.core, self.num_outputs = core, num_outputs
+        self.example_outputs = None if example_outputs is None else as_tuple("example_outputs", example_outputs, name)
+        self.num_params, self.param_names = len(params), tuple(_free_name(n, ()) for n in param_names(core, params))
         self.params = _Tensors() if params else None
-        for name, param in zip(self.param_names, params, strict=True):
-            if not isinstance(param, Tensor):
-                raise not_a_tensor(f"param `{name}`", param, core_name(core))
-            self.params.register(name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
-        self.num_inputs, self.num_states = self._counts(num_inputs, num_states, num_outputs, example_inputs)
-        self.num_outputs = num_outputs
-        self.example_outputs = example_outputs
-        operands = self.num_inputs + self.num_states
-        if isinstance(requires_grad, bool):
-            requires_grad = (requires_grad,) * operands
-        if requires_grad is not None and not (isinstance(requires_grad, (tuple, list)) and all(isinstance(f, bool) for f in requires_grad)):
-            raise ArgumentError(
-                f"requires_grad must be True, False or a list of these, one per input and state, not {requires_grad!r}",
-                core=core_name(core),
-            )
-        self.requires_grad_flags = None if requires_grad is None else tuple(requires_grad)
-        if self.requires_grad_flags is not None and len(self.requires_grad_flags) != operands:
-            raise OperandCountError(
-                f"requires_grad has {len(self.requires_grad_flags)} flags for {self.num_inputs} inputs + {self.num_states} states",
-                core=core_name(core),
-            )
+        for param_name, param in zip(self.param_names, params, strict=True):
+            self.params.register(param_name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
+        self.num_inputs, self.num_states = operand_counts(core, num_inputs, num_states, len(params), examples)
+        self.requires_grad_flags = gradient_flags(requires_grad, self.num_inputs, self.num_states, name)
         self.step_mode, self.backend, self.store_state_seqs, self.strict, self.tune = step_mode, backend, store_state_seqs, strict, tune
-        self.initial_states = self._checked_start(initial_states)
+        self.initial_states = checked_start(initial_states, self.num_states, name)
         self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
         self.state_seqs: list[Tensor] | None = None
         self.captured: _Tensors | None = None
@@ -153,55 +123,6 @@ class FlexSN(nn.Module):
         self._origin: dict[str, Any] = {}  # what the path led to when it was registered
         self._holders: dict[str, nn.Module] = {}  # by path, captured networks that hold this neuron: no parts of it
         self._look()
-
-    def _counts(self, num_inputs, num_states, num_outputs, example_inputs) -> tuple[int, int]:
-        names, required, open_ended = positional_names(self.core)
-        total = len(example_inputs) if example_inputs is not None else None if open_ended else (required or len(names)) - self.num_params
-        if num_states is None:
-            if num_inputs is None or total is None:
-                raise OperandCountError("num_states cannot be inferred; pass it", core=core_name(self.core))
-            num_states = total - num_inputs
-        if num_inputs is None:
-            if total is None:
-                raise OperandCountError("num_inputs cannot be inferred from `*args`; pass it", core=core_name(self.core))
-            num_inputs = total - num_states
-        if (
-            num_inputs < 1
-            or num_states < 0
-            or (total is not None and example_inputs is None and num_inputs + num_states > len(names) - self.num_params)
-        ):
-            raise OperandCountError(
-                f"takes {', '.join(names)}: {num_inputs} inputs + {num_states} states + {self.num_params} params do not fit",
-                core=core_name(self.core),
-            )
-        return num_inputs, num_states
-
-    def _checked_start(self, given: InitialStates | None) -> InitialStates | None:
-        if given is None or callable(given):
-            return given
-        if not isinstance(given, (list, tuple, Tensor)):
-            raise ArgumentError(
-                f"initial_states must be a list, one number or None for each state, not {given!r}", core=core_name(self.core)
-            )
-        if len(given) != self.num_states or any(isinstance(v, Tensor) for v in given):
-            raise OperandCountError(
-                f"initial_states={given!r} does not fit {self.num_states} states: one number or None for each",
-                core=core_name(self.core),
-                hint="Tensors come from a function of the inputs: initial_states=lambda *inputs: [v0].",
-            )
-        self._check_start(given, "a number or None")
-        return tuple(given)
-
-    def _check_start(self, values: Any, wanted: str) -> None:
-        """What the states start from: one entry per state, numbers, None and, from a function of the inputs, tensors."""
-        if not isinstance(values, (list, tuple)):
-            raise ArgumentError(
-                f"initial_states returned {values!r}: it has to return a list, {wanted} for each state", core=core_name(self.core)
-            )
-        for k, value in enumerate(values):
-            number = hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
-            if not (value is None or number or isinstance(value, Tensor)):
-                raise ArgumentError(f"initial_states has {value!r} for state {k}: it has to be {wanted}", core=core_name(self.core))
 
     # --- captured tensors -------------------------------------------------------------------------------------------
     def _look(self) -> dict[str, Any]:
@@ -274,7 +195,7 @@ class FlexSN(nn.Module):
             return self.init_states(self.num_states, self.step_mode, *inputs)
         if callable(given):
             given = given(*inputs)
-            self._check_start(given, "a number, None or a tensor")
+            check_start(given, "a number, None or a tensor", core_name(self.core))
         return self.filled(given, inputs)
 
     def start_dtype(self, *inputs: Tensor) -> torch.dtype:

@@ -75,7 +75,7 @@ def test_errors_and_opset_stand_alone():
 
 def test_neurons_stand_on_the_module_and_the_surrogates():
     below = set().union(*(found for name, found in MODULES.items() if name.startswith("neurons")))
-    assert {n for n in below if not n.startswith("neurons")} == {"_compat", "errors", "module", "signature", "surrogate"}
+    assert {n for n in below if not n.startswith("neurons")} == {"_compat", "arguments", "errors", "module", "signature", "surrogate"}
 
 
 def test_interchange_is_the_last_stage_and_the_peers_have_a_file_each():

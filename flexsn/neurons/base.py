@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _compat
+from ..arguments import InitialStates
 from ..errors import ArgumentError, ShapeMismatchError
-from ..module import FlexSN, InitialStates
+from ..module import FlexSN
 from ..signature import positional_names
 
 Argument = float | int | bool | str | None | Tensor | Callable[..., Any]
