@@ -13,7 +13,8 @@ from .check import Failure, check, fused
 from .generate import generate
 from .shrink import shrink
 
-NOT_RUN = ("ZeroDivisionError", "derivative for", "with a bool tensor is not supported")  # what PyTorch refuses, in the eager loop
+# what PyTorch refuses, in the eager loop
+NOT_RUN = ("ZeroDivisionError", "derivative for", "with a bool tensor is not supported", "can't be cast to the desired output type")
 
 
 @dataclass
