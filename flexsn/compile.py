@@ -14,8 +14,9 @@ import functools
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -162,19 +163,44 @@ class Vjp:
         outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[outs:])}
         self.graph, params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"), program.device)
         self.prologue = _static_module(recorded, params, {})
-        self._epilogues: dict[tuple[bool, ...], tuple[StaticModule, tuple[str, ...]]] = {}
+        self._epilogues: dict[tuple, tuple[StaticModule, tuple[str, ...]]] = {}
 
-    def epilogue(self, wanted: tuple[bool, ...]) -> tuple[StaticModule, tuple[str, ...]]:
-        """The module that gives the wanted gradients of params and captured tensors, and the sums (`gp*`) it takes."""
-        if wanted not in self._epilogues:
-            nodes = {str(k): g for k, (g, w) in enumerate(zip(self.static_grads, wanted, strict=True)) if w and g is not None}
-            used = set(_frontier(list(nodes.values())))
+    def epilogue(self, wanted: tuple[bool, ...], given: tuple[str, ...] | None = None) -> tuple[StaticModule, tuple[str, ...]]:
+        """The module that gives the wanted gradients of params and captured tensors, and the sums (`gp*`) it takes, where
+        the cotangents `given` exist (by default all)."""
+        if (wanted, given) not in self._epilogues:
+            rest = {} if given is None else self._rest(given)
+            grads = [None if g is None else rest.get(g, g) for g in self.static_grads]
+            nodes = {str(k): g for k, (g, w) in enumerate(zip(grads, wanted, strict=True)) if w and g is not None}
+            used = set(_frontier(list(nodes.values()), rest))
             roles = tuple(r for r, n in self.frontier.items() if n in used)
-            self._epilogues[wanted] = (_static_module(self.recorded, nodes, {self.frontier[r]: r for r in roles}), roles)
-        return self._epilogues[wanted]
+            made = _static_module(self.recorded, nodes, {self.frontier[r]: r for r in roles}, rest)
+            self._epilogues[wanted, given] = made, roles
+        return self._epilogues[wanted, given]
+
+    def _rest(self, given: Sequence[str]) -> dict[fx.Node, fx.Node | None]:
+        """What nodes of the epilogue come to where some outputs have no cotangent: nothing, or what is left of a sum. As in
+        autograd, nothing flows back from there, not even zeros (which an infinite derivative would make NaN)."""
+        absent = [r for r in self.graph.inputs if r[:2] == "gy" and r not in given]
+        left = self.graph.without(absent).outputs if absent else self.graph.outputs
+        sums = {n: r for r, n in self.frontier.items()}
+        rest: dict[fx.Node, fx.Node | None] = {}
+        for node, role in sums.items():
+            if left[role].op == "const" and self.graph.outputs[role].op != "const":
+                rest[node] = None
+        for node in self.recorded.graph.nodes if rest else ():
+            terms = [n for n in node.all_input_nodes if n in sums or n.meta["kind"] == "reduced"] if node not in rest else []
+            live = [n for n in (rest.get(n, n) for n in terms) if n is not None]
+            if terms and not live:
+                rest[node] = None
+            elif len(live) < len(terms):
+                if node.target is not torch.ops.aten.add.Tensor or live[0].meta["val"].shape != node.meta["val"].shape:
+                    return {}  # zeros serve
+                rest[node] = live[0]
+        return rest
 
 
-def _frontier(grads: Sequence[fx.Node | None]) -> list[fx.Node]:
+def _frontier(grads: Sequence[fx.Node | None], rest: Mapping[fx.Node, fx.Node | None] = MappingProxyType({})) -> list[fx.Node]:
     """Step values from which the gradients of params are computed: what the kernel sums over time."""
     found: dict[fx.Node, None] = {}
     stack = [g for g in reversed(grads) if g is not None]
@@ -187,7 +213,7 @@ def _frontier(grads: Sequence[fx.Node | None]) -> list[fx.Node]:
         if node.meta["kind"] == "step":
             found[node] = None
         elif node.meta["kind"] == "reduced":
-            stack.extend(reversed(node.all_input_nodes))
+            stack.extend(n for n in (rest.get(n, n) for n in reversed(node.all_input_nodes)) if n is not None)
     return list(found)
 
 
@@ -211,8 +237,11 @@ class StaticModule:
         return dict(zip(self.results, values, strict=True))
 
 
-def _static_module(recorded: Trace, results: dict[str, fx.Node], sums: dict[fx.Node, str]) -> StaticModule:
-    """Cut the part of a recorded graph that computes `results` from params, captured tensors and sums over time."""
+def _static_module(
+    recorded: Trace, results: dict[str, fx.Node], sums: dict[fx.Node, str], rest: Mapping[fx.Node, fx.Node | None] = MappingProxyType({})
+) -> StaticModule:  # fmt: skip
+    """Cut the part of a recorded graph that computes `results` from params, captured tensors and sums over time, with
+    `rest[node]` in place of a node."""
     if not results:
         return StaticModule(None, (), (), ())
     live: set[fx.Node] = set()
@@ -222,7 +251,7 @@ def _static_module(recorded: Trace, results: dict[str, fx.Node], sums: dict[fx.N
         if node not in live:
             live.add(node)
             if node not in sums:
-                stack.extend(node.all_input_nodes)
+                stack.extend(n for n in (rest.get(n, n) for n in node.all_input_nodes) if n is not None)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     placeholders = [n for n in recorded.graph.nodes if n in live and n.op == "placeholder" and n not in sums]
     named = [n for n in placeholders if n.meta["role"] not in recorded.constants]
@@ -231,7 +260,7 @@ def _static_module(recorded: Trace, results: dict[str, fx.Node], sums: dict[fx.N
         copies[node] = graph.placeholder(f"a{i}")
     for node in recorded.graph.nodes:
         if node in live and node not in copies and node.op == "call_function":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = graph.node_copy(node, lambda n: copies[rest.get(n) or n])
     graph.output(tuple(copies[n] for n in results.values()))
     module = fx.GraphModule(torch.nn.Module(), graph)
     values = [recorded.constants[n.meta["role"]] for n in constants]

@@ -62,8 +62,9 @@ class Graph:
         return Graph(self.core, inputs, outputs, [n for n in self.nodes if n in live])
 
     def without(self, absent: Iterable[str]) -> Graph:
-        """The graph with some cotangents absent: as in autograd, what is linear in them vanishes with them."""
+        """The graph with some cotangents (`g*`) absent: as in autograd, what depends on no other cotangent vanishes with them."""
         zero = {self.inputs[r] for r in absent if r in self.inputs}
+        alive = {node for role, node in self.inputs.items() if role[0] == "g"} - zero
         builder, new = Builder(self.core), dict[Node, Node | None]()
         for role, node in self.inputs.items():
             new[node] = None if node in zero else builder.input(role, node.dtype, node.name)
@@ -72,7 +73,10 @@ class Graph:
             return builder.const(n.value, n.dtype) if n.op == "const" else new[n]
 
         for node in self.nodes:
-            new[node] = _vanish(builder, node, [get(a) for a in node.args])
+            if not alive.isdisjoint(node.args):
+                alive.add(node)
+            args = [get(a) for a in node.args]
+            new[node] = None if None in args and node not in alive else _vanish(builder, node, args)
         outputs = {}
         for role, node in self.outputs.items():
             value = get(node)
@@ -81,19 +85,17 @@ class Graph:
 
 
 def _vanish(builder: Builder, node: Node, args: list[Node | None]) -> Node | None:
-    """`node` over arguments of which some are absent (None)."""
+    """`node` over arguments of which some are absent (None), while another depends on a cotangent that is there."""
     present = tuple(a for a in args if a is not None)
     if len(present) == len(args):
         return builder.add(node.op, present, node.dtype, node.name, node.line)
     a, b = args[0], args[1] if len(args) > 1 else None
-    if node.op in ("mul", "neg", "convert", "abs") or (node.op == "div" and a is None):
+    if node.op == "mul" or (node.op == "div" and a is None):
         return None
     if node.op == "add":
         return a if b is None else b
     if node.op == "sub":
         return a if b is None else builder.add("neg", (b,), node.dtype, node.name, node.line)
-    if node.op == "where" and a is not None and b is None and args[2] is None:
-        return None
     if node.op == "fma" and (a is None or b is None):
         return args[2]
     filled = [builder.const(0, old.dtype) if new is None else new for old, new in zip(node.args, args, strict=True)]

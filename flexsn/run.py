@@ -108,7 +108,7 @@ class Call:
         key = (wanted, statics, given)
         if key not in self._launches:
             vjp = self.program.vjp
-            _, sums = vjp.epilogue(statics)
+            _, sums = vjp.epilogue(statics, given)
             present = tuple(sorted([r for r in given if r[:2] != "gv"]))
             flags = tuple([x.dtype for x in inputs]), (*wanted, *sums), present
             launch = self._launch("backward", flags, (*self.roles, *self.saved, *given))
@@ -208,14 +208,15 @@ def backward(
         if grad is not None:
             given.append("g" + role)
             grads.append(_widen(grad, step, 0 if role[0] == "v" else 1))
-    launch, sums = call.backward_launch(operands[: call.num_inputs], wanted, wanted_statics, tuple(given))
+    present = tuple(given)
+    launch, sums = call.backward_launch(operands[: call.num_inputs], wanted, wanted_statics, present)
     if not (given and launch.writes):  # no operand that needs a gradient has one
         return {}, [None] * len(wanted_statics)
     written = launch((*operands, *checkpoints, *grads), vjp.prologue(statics), operands[0].device)
     found = dict(zip(launch.roles, written, strict=True))
     if not any(wanted_statics):
         return found, [None] * len(wanted_statics)
-    of_statics = vjp.epilogue(wanted_statics)[0](statics, [unbroadcast(found[r], s, 0) for r, s in sums.items()])
+    of_statics = vjp.epilogue(wanted_statics, present)[0](statics, [unbroadcast(found[r], s, 0) for r, s in sums.items()])
     return found, [of_statics.get(str(k)) for k in range(len(wanted_statics))]
 
 

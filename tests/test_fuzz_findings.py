@@ -57,3 +57,29 @@ def test_values_beside_a_step_without_elements():
         flexsn.scan(lambda a, b: (a * 2, b * 2), [empty, full], backend="cpp")
     values, _ = evaluate(lambda a, b: (a * 2, a + b), [empty, full], backend="cpp")
     assert values["output 1"].shape == (3, 2, 0)
+
+
+def through_a_comparison(x, v, w):
+    t = torch.addcmul(v, w, v) ** -2
+    return torch.maximum(x, t), w * 2.0, v
+
+
+def on_params_alone(x, v, w):
+    return torch.special.xlog1py(w, torch.pow(w, w)), w * 2.0, v
+
+
+def under_a_condition(x, v, w):
+    return torch.where(v == v, torch.where(x * w > 0.0, x, torch.log(w - w)), 0.0), w * 2.0, v
+
+
+@pytest.mark.parametrize("core", [through_a_comparison, on_params_alone, under_a_condition])
+def test_an_output_that_no_loss_reaches_sends_nothing_back(core):
+    """Its cotangent is absent, not zero: zero times an infinite derivative would be NaN."""
+    grads = []
+    for backend in ("torch", "cpp"):
+        w = torch.full((4,), -0.5, dtype=torch.float64, requires_grad=True)
+        x, v = torch.rand(3, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+        (y, z), (last,) = flexsn.scan(core, [x], [v], [w], backend=backend)
+        assert y.requires_grad
+        grads += torch.autograd.grad(z.sum() + last.sum(), w)
+    assert torch.equal(grads[0], torch.full((4,), 6.0, dtype=torch.float64)) and torch.equal(*grads)
