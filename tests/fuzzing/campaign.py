@@ -14,7 +14,7 @@ from .generate import generate
 from .shrink import shrink
 
 # what PyTorch refuses, in the eager loop
-NOT_RUN = ("ZeroDivisionError", "derivative for", "with a bool tensor is not supported", "can't be cast to the desired output type")
+NOT_RUN = ("ZeroDivisionError", "derivative for", "a bool tensor is not supported", "can't be cast to the desired output type")
 
 
 @dataclass
