@@ -83,3 +83,13 @@ def test_an_output_that_no_loss_reaches_sends_nothing_back(core):
         assert y.requires_grad
         grads += torch.autograd.grad(z.sum() + last.sum(), w)
     assert torch.equal(grads[0], torch.full((4,), 6.0, dtype=torch.float64)) and torch.equal(*grads)
+
+
+@pytest.mark.parametrize("integer", [torch.int8, torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize("floating", [torch.float32, torch.float64])
+def test_integers_between_floats_have_no_negative_zero(integer, floating):
+    """GCC takes float(int(x)) for trunc(x)."""
+    x = torch.tensor([-0.8, 0.8, -0.0, 3.7] * 16, dtype=floating).expand(3, 64)
+    (y,), _ = flexsn.scan(lambda x: x.to(integer).to(floating), [x], backend="cpp")
+    want = x.to(integer).to(floating)
+    assert torch.equal(y, want) and torch.equal(y.signbit(), want.signbit())
