@@ -69,7 +69,7 @@ def scan_pieces(
     found: list[tuple[Tensor, ...]] = []
     trails: list[tuple[Tensor, ...]] = []
     for k in pieces.numbers():
-        if pieces.one_shot or not torch.is_grad_enabled():
+        if pieces.one_shot or not torch.is_grad_enabled() or _compat.functorch_active():  # 2.11 cannot `vmap` a checkpoint
             results, finals, trail = one(k, *states)
             pieces.refuse_gradients((*results, *finals))
         else:

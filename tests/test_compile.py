@@ -24,7 +24,9 @@ from flexsn import FlexSN
 from flexsn.errors import BackendError, FallbackWarning, NotElementwiseError
 
 # PyTorch's own: Dynamo looks at `.grad` of every tensor that goes into a graph; its `scan` imports TorchScript
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated", "ignore:TypedStorage is deprecated"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -37,6 +37,7 @@ class Word:
 GUARDS = {
     "divisor": ("{0}.clamp(1, 50)", "{0}.clamp(1, 3)", "torch.where({0} > 0, {0}, 7)", "torch.where({0} > 0, {0}, -3)"),
     "signed": ("torch.where({0} == {0}, {0}, 1.0)",),  # the sign of a NaN depends on how code was compiled
+    "angle": ("{0}.clamp(-14.0, 14.0)",),  # else Sleef's last bit depends on the largest angle of a vector
     "in range": ("torch.where({0} == {0}, {0}, 0.0).clamp({low}, {high})",),  # else C leaves the conversion undefined
 }
 
@@ -46,12 +47,14 @@ _SPECIAL = {
     "mantissa": "torch.frexp({0}).mantissa",
     "exponent": "torch.frexp({0}).exponent",
     "convert": "{0}.to({dtype})",
+    "copysign": "torch.copysign({0}, {1}.detach())",  # zeros go back from its sign: autograd carries them on, to 0 * inf
     "erfcx": "torch.special.erfcx({0})",
     "ndtri": "torch.special.ndtri({0})",
     "log_ndtr": "torch.special.log_ndtr({0})",
 }
 _GUARDED = {
     **{name: ((1, "divisor"),) for name in ("trunc_div", "floor_div_int", "remainder_int", "fmod_int")},
+    **{name: ((0, "angle"),) for name in ("sin", "cos", "tan")},
     "signbit": ((0, "signed"),),
     "copysign": ((0, "signed"), (1, "signed")),
     "convert": ((0, "in range"),),
