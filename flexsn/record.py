@@ -209,7 +209,8 @@ class Recorder(Tape, TorchDispatchMode):
             value = _UNIFORM[name](args, kwargs)
             if isinstance(value, (int, float, bool)):
                 return self.track(val, self.uniform(val, value, "step" if "step" in kinds else "static"))
-        if name == "aten::where" and len(nodes) == 3 and all(n.meta.get("uniform") == 0 for n in nodes[1:]):  # no gradient, masked
+        terms = {"aten::where": nodes[1:3], "aten::add": nodes[:2]}.get(name, ())
+        if len(terms) == 2 and all(n.meta.get("uniform") == 0 for n in terms):  # no gradient, masked or accumulated
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static"))
         if (

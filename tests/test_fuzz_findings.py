@@ -93,3 +93,25 @@ def test_integers_between_floats_have_no_negative_zero(integer, floating):
     (y,), _ = flexsn.scan(lambda x: x.to(integer).to(floating), [x], backend="cpp")
     want = x.to(integer).to(floating)
     assert torch.equal(y, want) and torch.equal(y.signbit(), want.signbit())
+
+
+def test_the_negative_of_a_fused_product_keeps_its_zero():
+    """GCC makes it one instruction whose zero has another sign."""
+
+    def core(x):
+        zero = x.relu() * 0.0
+        return -torch.addcmul(zero, x, zero)
+
+    x = torch.tensor([-0.45, 0.3] * 32, dtype=torch.float64).expand(3, 64)
+    (y,), _ = flexsn.scan(core, [x], backend="cpp")
+    assert torch.equal(y.signbit(), core(x).signbit()) and not y.any()
+
+
+def test_gradients_that_are_zero_by_construction_add_up():
+    def core(x, p):
+        square, below, near = p**2, torch.floor(p), torch.round(p)  # the gradients of the last two meet first
+        return torch.addcmul(below, square, near) + x
+
+    p, x = torch.tensor(1.7, requires_grad=True), torch.randn(3, 5, requires_grad=True)
+    (y,), _ = flexsn.scan(core, [x], [], [p], backend="cpp")
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), p)[0].item(), 15 * 2 * 1.7 * 2.0)

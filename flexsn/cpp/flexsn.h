@@ -64,6 +64,18 @@ template <class To, class From> inline To convert(From x) {
 
 // --- exact maths: one meaning in vector and scalar code -------------------------------------------------------------
 template <class T> inline T select(bool c, T a, T b) { return c ? a : b; }
+// The sign alone: GCC makes -fma(a, b, c) one instruction, which has +0.0 where eager has -0.0.
+template <class T> inline T neg(T x) {
+  if constexpr (!std::is_floating_point_v<T>) return T(-x);
+  else {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+    Bits bits;
+    std::memcpy(&bits, &x, sizeof(T));
+    bits ^= Bits(1) << (8 * sizeof(T) - 1);
+    std::memcpy(&x, &bits, sizeof(T));
+    return x;
+  }
+}
 template <class T> inline T abs(T x) {
   if constexpr (std::is_floating_point_v<T>) return std::fabs(x);
   else if constexpr (std::is_signed_v<T>) return x < 0 ? T(-x) : x;

@@ -37,9 +37,9 @@ static inline void vjp(int64_t n, const float* __restrict x0_row, const float* _
     const float t7 = 1.0f - s;  // cores.py:18: return s, h * (1.0 - s)
     const float t13 = t4 * 3.1415927410125732f;
     const float t17 = (grad_0 - (grad_1 * h)) * (1.0f / ((t13 * t13) + 1.0f));
-    const float t18 = -t17;
+    const float t18 = flexsn::neg(t17);
     const float t19 = (grad_1 * t7) + t17;
-    const float t22 = (-t19) * (t2 / tau);
+    const float t22 = flexsn::neg(t19) * (t2 / tau);
     const float t23 = t19 / tau;
     const float t25 = t19 - t23;
     gv0_row[i] = t25;
