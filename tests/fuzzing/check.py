@@ -21,7 +21,12 @@ Operands = dict[str, Tensor | None]
 
 
 # Errors of flexsn that say what it does not do: see docs/numerics.md.
-REFUSALS = ("on an operand without dims than on the same numbers", "has no elements", "of 16-bit floats has no rule")
+REFUSALS = (
+    "on an operand without dims than on the same numbers",
+    "has no elements",
+    "of 16-bit floats has no rule",
+    "a bool tensor is not supported",
+)
 
 
 @dataclass
