@@ -174,11 +174,10 @@ class _Draw:
 
     def convert(self, name: str, dtype: torch.dtype) -> str | None:
         if self.small[name].dtype.is_floating_point and not dtype.is_floating_point and dtype is not torch.bool:
-            info = torch.iinfo(dtype)
+            info, most = torch.iinfo(dtype), int(torch.finfo(self.small[name].dtype).max)
             bits = min(info.bits, 53) - 1
-            text = (
-                GUARDS["in range"][0].replace("{low}", str(max(info.min, -(2**bits)))).replace("{high}", str(min(info.max, 2**bits - 128)))
-            )
+            low, high = max(info.min, -(2**bits), -most), min(info.max, 2**bits - 128, most)
+            text = GUARDS["in range"][0].replace("{low}", str(low)).replace("{high}", str(high))
             name = self.add(text, (name,)) or name
         return self.add(f"{{0}}.to({dtype})", (name,), "convert")
 
