@@ -90,8 +90,8 @@ def train(seed: int, epochs: int, steps: int, hidden: int, backend: str = "auto"
                 bar.update()
             accuracies.append(accuracy(net, test_spikes, test_labels))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", accuracy=f"{accuracies[-1]:.2%}")
-    told = {"losses": losses, "accuracies": accuracies, "seconds": time.perf_counter() - start, "steps": steps, "hidden": hidden}
-    return told | {"net": net, "test": (test, test_spikes, test_labels)}
+    told = {"losses": losses, "accuracies": accuracies, "seconds": time.perf_counter() - start, "steps": steps}
+    return told | {"net": net, "hidden": hidden, "batch": batch, "test": (test, test_spikes, test_labels)}
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def report(args: argparse.Namespace, done: dict, loss_of: Loss) -> dict:
         "test_accuracy": done["accuracies"][-1], "test_accuracy_per_epoch": done["accuracies"], "test_images": len(test),
         "loss_first": done["losses"][0], "loss_last_epoch": per_epoch[-1], "loss_per_epoch": per_epoch, "seconds": done["seconds"],
         "step_seconds_fused": fused_s, "step_seconds_eager": eager_s, "speed_up": eager_s / fused_s, "steps": done["steps"],
-        "hidden": done["hidden"], "batch": 64, "numpy": numpy.__version__, "cpu": cpu_model(),
+        "hidden": done["hidden"], "batch": done["batch"], "numpy": numpy.__version__, "cpu": cpu_model(),
     }  # fmt: skip
     print(f"training step: fused {1e3 * fused_s:.2f} ms, eager {1e3 * eager_s:.2f} ms: {eager_s / fused_s:.1f} times as fast")
     return common.report(args, draw(done, fused_s, eager_s), metrics)

@@ -24,15 +24,15 @@ try:
     from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 except ImportError:  # `interfaces.require` says so before a core is captured; isinstance() is False meanwhile
 
-    class DataDependentOutputException(Exception): ...  # type: ignore[no-redef]
+    class DataDependentOutputException(Exception): ...  # type: ignore[no-redef]  # stands in for the missing one
 
-    class DynamicOutputShapeException(Exception): ...  # type: ignore[no-redef]
+    class DynamicOutputShapeException(Exception): ...  # type: ignore[no-redef]  # stands in for the missing one
 
-    class FakeTensor: ...  # type: ignore[no-redef]
+    class FakeTensor: ...  # type: ignore[no-redef]  # stands in for the missing one
 
-    class FakeTensorMode: ...  # type: ignore[no-redef]
+    class FakeTensorMode: ...  # type: ignore[no-redef]  # stands in for the missing one
 
-    disable_modes = contextlib.nullcontext  # type: ignore[assignment]
+    disable_modes = contextlib.nullcontext  # type: ignore[assignment]  # likewise: there are no modes to disable
 
 # the names that are only passed on
 __all__ = [
@@ -141,7 +141,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def overrides_operators(cls: type) -> bool:
     """Whether a tensor class has a `__torch_function__` of its own."""
-    function = cls.__torch_function__  # type: ignore[attr-defined]
+    function = cls.__torch_function__  # type: ignore[attr-defined]  # of tensor classes alone, which `type` does not say
     own = getattr(function, "__func__", function)
     return own not in (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]  # 2.13
 

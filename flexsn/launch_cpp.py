@@ -155,7 +155,7 @@ def _settle(build: Future[Kernel], plan: Plan, source: str, key: str) -> Kernel:
     """Make a kernel, for this thread and those that wait."""
     try:
         kernel = _make(plan, source, key)
-    except BaseException as error:
+    except BaseException as error:  # an interrupt too; raised again below, and for every thread that waits
         with _lock:
             _builds.pop(key, None)
         build.set_exception(error)

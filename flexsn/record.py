@@ -77,7 +77,7 @@ def run_refusing(core: Callable, operands: list[Tensor], recorder: Recorder) -> 
     """`run_core`, but no refusal is lost in a `try` of the core."""
     try:
         returned = run_core(core, operands)
-    except Exception as error:
+    except Exception as error:  # whatever the core makes of a refusal; raised again
         if recorder.refused in (None, error):
             raise
         raise recorder.refused from error

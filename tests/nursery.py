@@ -33,7 +33,7 @@ for line in sys.stdin:
             code = 0
         except SystemExit as stop:
             code = stop.code
-        except BaseException:
+        except BaseException:  # printed; the exit code tells of it
             traceback.print_exc()
         sys.stdout.flush(); sys.stderr.flush()
         os._exit(code)

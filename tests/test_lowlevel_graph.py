@@ -204,7 +204,7 @@ def test_captures_on_threads_leave_the_warning_filters():
     def work():
         try:
             generate_forward_and_backward_graph(lif, two(3))
-        except Exception as error:
+        except Exception as error:  # asserted on below: a thread's exception does not fail a test by itself
             failed.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(4)]

@@ -40,7 +40,7 @@ def judge(row: Row, backend: str) -> None:
         warnings.simplefilter("always")
         try:
             result = row.run(backend)
-        except BaseException as error:
+        except BaseException as error:  # judged by the row, SystemExit and the like too
             check_error(error, want)
             return
     assert want.kind in ("gives", "falls back"), f"no error, but {result}"

@@ -44,7 +44,7 @@ def build(job) -> tuple[float, dict]:
     start = time.perf_counter()
     try:
         binary = Kernel(plan, render_triton.render(plan)).build(tile, GPUTarget("cuda", 90, 32))
-    except Exception as error:
+    except Exception as error:  # a tile that cannot be built: the record says why
         return time.perf_counter() - start, {"error": str(error)[-300:]}
     return time.perf_counter() - start, {"shared": binary.metadata.shared}
 

@@ -112,7 +112,7 @@ def check(case: Case, backend: str = "cpp") -> Failure | None:
         return Failure("op", f"in the backward: {error}")
     try:
         results, grads = fused(case, backend)
-    except Exception as error:
+    except Exception as error:  # whatever it is, it is the case's verdict
         if isinstance(error, FlexSNError) and any(text in str(error) for text in REFUSALS):
             return Failure("refused", str(error))
         return Failure("error", f"{type(error).__name__}: {error}")

@@ -307,7 +307,7 @@ def swallows_read(backend):
     def core(x, v):
         try:
             gain = float(v.max())
-        except Exception:
+        except Exception:  # the misuse itself: a core that hides an error
             gain = 0.0
         return x * gain, v + x
 
@@ -319,7 +319,7 @@ def swallows_branch(backend):
     def core(x, v):
         try:
             y = x if x.max() > 1 else x * 2.0
-        except Exception as error:
+        except Exception as error:  # the misuse itself: a core that hides an error
             raise ValueError("nothing but tensors here") from error
         return y, v + x
 
@@ -345,7 +345,7 @@ def swallows_write(backend):
     def core(x, v):
         try:
             v += x
-        except Exception:
+        except Exception:  # the misuse itself: a core that hides an error
             v = v - x
         return v * 2.0, v
 
