@@ -3,7 +3,8 @@
     python benchmarks/gpu.py --output benchmarks/results/gpu_<date>.json [--only kernels calls ...]
 
 Needs PyTorch with CUDA, triton, pytest and, for the peers, SpikingJelly 2.0.0. Parts: tests, kernels, store, calls, peers,
-memory, compile, workload. `python benchmarks/report_gpu.py` turns the file into docs/performance_gpu.md.
+memory, compile, workload, cupy. The last needs $CUPY_SITE, a folder for PYTHONPATH with CuPy and SpikingJelly 0.0.0.0.14, the last
+that has kernels of CuPy; it is left out where that is not set. `python benchmarks/report_gpu.py` turns the file into docs/performance_gpu.md.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ SIZES = {
     HH.name: [(32, 1_605_632, F32), (1024, 16_384, F32), (96, 32_768, F32)],
 }  # fmt: skip
 NEURONS = {n.name: n for n in (LIF_SIGMOID, ADAPTIVE, HH)}
+PEERS_ASKED: list[str] | None = None  # all
 
 
 # --- kernels alone ------------------------------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def peer_runs(neuron: Neuron, T: int) -> dict[str, Callable[[], candidates.Run]]
     if T <= 32:
         found["compiled_loop"] = lambda: torch.compile(candidates.hand_loop(neuron), fullgraph=True, dynamic=False)
     found["torch_scan"] = lambda: candidates.torch_scan(neuron, "training")
-    return found
+    return {key: make for key, make in found.items() if PEERS_ASKED is None or key in PEERS_ASKED}
 
 
 def measure_peers() -> dict:
@@ -372,6 +374,16 @@ def measure_workload() -> dict:
     return {"rows": rows}
 
 
+def measure_cupy() -> dict:
+    """SpikingJelly's LIFNode on its CuPy kernels, beside flexsn: in a process that sees that version of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "cupy.json"
+        command = [sys.executable, __file__, "--output", str(output), "--only", "peers", "workload", "--peers", "sj_lifnode"]
+        path = f"{os.environ['CUPY_SITE']}:{os.environ.get('PYTHONPATH', '')}"
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": path})
+        return json.loads(output.read_text())
+
+
 def run_tests() -> dict:
     """The parity matrix and the GPU's own tests, with operands on the GPU."""
     command = [sys.executable, "-m", "pytest", "-q", *"-p no:cacheprovider -p no:benchmark --device cuda".split()]
@@ -402,7 +414,7 @@ def run_tests() -> dict:
 
 
 PARTS = {"kernels": measure_kernels, "calls": measure_calls, "memory": measure_memory, "compile": measure_compile, "workload": measure_workload,
-         "store": measure_store, "tests": run_tests, "peers": measure_peers}  # fmt: skip
+         "store": measure_store, "tests": run_tests, "peers": measure_peers, "cupy": measure_cupy}  # fmt: skip
 
 
 def machine() -> dict:
@@ -429,8 +441,11 @@ def machine() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", required=True)
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=[p for p in PARTS if p != "cupy" or "CUPY_SITE" in os.environ])
+    parser.add_argument("--peers", nargs="*", help="of the part `peers`: these alone")
     options = parser.parse_args()
+    global PEERS_ASKED
+    PEERS_ASKED = options.peers
     target = Path(options.output)
     document = json.loads(target.read_text()) if target.exists() else {}
     document |= {"machine": machine(), "date": datetime.date.today().isoformat()}

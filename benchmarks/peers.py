@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,7 +110,10 @@ def sj_flexsn(neuron: Neuron) -> Run:
 
 def sj_lifnode(neuron: Neuron) -> Run:
     surrogate = {"atan": sj_surrogate.ATan(alpha=2.0), "sigmoid": sj_surrogate.Sigmoid(alpha=4.0)}[neuron.lif]
-    layer = sj_neuron.LIFNode(tau=2.0, decay_input=True, v_threshold=1.0, v_reset=0.0, surrogate_function=surrogate, step_mode="m")
+    settings = {"backend": "cupy"} if "backend" in inspect.signature(sj_neuron.LIFNode).parameters else {}  # gone from 2.0.0
+    layer = sj_neuron.LIFNode(
+        tau=2.0, decay_input=True, v_threshold=1.0, v_reset=0.0, surrogate_function=surrogate, step_mode="m", **settings
+    )  # fmt: skip
 
     def run(inputs, states):
         sj_functional.reset_net(layer)

@@ -27,7 +27,7 @@ from .backends import BACKENDS
 from .blueprint import Blueprint, Shapes, draw
 from .capture import Meta, Trace
 from .errors import CannotFuseError, RandomOpError, SideEffectError
-from .graph import Graph
+from .graph import Graph, vanishes
 from .interfaces import require
 from .lower import lower
 from .reads import Reads, lock
@@ -181,12 +181,12 @@ class Vjp:
     def _rest(self, given: Sequence[str]) -> dict[fx.Node, fx.Node | None]:
         """What nodes of the epilogue come to where some outputs have no cotangent: nothing, or what is left of a sum. As in
         autograd, nothing flows back from there, not even zeros (which an infinite derivative would make NaN)."""
-        absent = [r for r in self.graph.inputs if r[:2] == "gy" and r not in given]
-        left = self.graph.without(absent).outputs if absent else self.graph.outputs
+        left = self.graph.for_cotangents(given).outputs
         sums = {n: r for r, n in self.frontier.items()}
         rest: dict[fx.Node, fx.Node | None] = {}
         for node, role in sums.items():
-            if left[role].op == "const" and self.graph.outputs[role].op != "const":
+            before = self.graph.outputs[role]
+            if left[role].op == "const" and (before.op != "const" or vanishes(before, given)):
                 rest[node] = None
         for node in self.recorded.graph.nodes if rest else ():
             terms = [n for n in node.all_input_nodes if n in sums or n.meta["kind"] == "reduced"] if node not in rest else []

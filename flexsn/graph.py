@@ -7,7 +7,7 @@ rendered kernel has to compute.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class Node:
     name: str
     value: Any = None
     line: str | None = None
+    of: frozenset[str] = frozenset()  # of a constant: roles of the cotangents that it was made from, and vanishes with
 
     def __repr__(self) -> str:
         return self.name
@@ -61,19 +62,21 @@ class Graph:
         inputs = {r: n for r, n in self.inputs.items() if n in live}
         return Graph(self.core, inputs, outputs, [n for n in self.nodes if n in live])
 
-    def without(self, absent: Iterable[str]) -> Graph:
-        """The graph with some cotangents (`g*`) absent: as in autograd, what depends on no other cotangent vanishes with them."""
-        zero = {self.inputs[r] for r in absent if r in self.inputs}
-        alive = {node for role, node in self.inputs.items() if role[0] == "g"} - zero
-        builder, new = Builder(self.core), dict[Node, Node | None]()
+    def for_cotangents(self, given: Iterable[str]) -> Graph:
+        """The graph where outputs have no other cotangents (`gy*`) than those given: as in autograd, what depends on absent
+        ones alone vanishes with them. States have theirs."""
+        there, builder, new = set(given), Builder(self.core), dict[Node, Node | None]()
+        alive = {node for role, node in self.inputs.items() if exists(role, there)}
         for role, node in self.inputs.items():
-            new[node] = None if node in zero else builder.input(role, node.dtype, node.name)
+            new[node] = None if role[0] == "g" and node not in alive else builder.input(role, node.dtype, node.name)
 
         def get(n: Node) -> Node | None:
-            return builder.const(n.value, n.dtype) if n.op == "const" else new[n]
+            if n.op == "const":
+                return None if vanishes(n, there) else builder.const(n.value, n.dtype)
+            return new[n]
 
         for node in self.nodes:
-            if not alive.isdisjoint(node.args):
+            if any(a in alive or any(exists(role, there) for role in a.of) for a in node.args):
                 alive.add(node)
             args = [get(a) for a in node.args]
             new[node] = None if None in args and node not in alive else _vanish(builder, node, args)
@@ -82,6 +85,16 @@ class Graph:
             value = get(node)
             outputs[role] = builder.const(0, node.dtype) if value is None else value
         return builder.graph(outputs)
+
+
+def exists(role: str, given: Container[str]) -> bool:
+    """Whether a role is that of a cotangent that is there: those of states always are."""
+    return role[:2] == "gv" or (role[0] == "g" and role in given)
+
+
+def vanishes(const: Node, given: Container[str]) -> bool:
+    """Whether a constant was made from cotangents, none of which is there."""
+    return bool(const.of) and not any(exists(role, given) for role in const.of)
 
 
 def _vanish(builder: Builder, node: Node, args: list[Node | None]) -> Node | None:
@@ -134,7 +147,7 @@ class Builder:
         self.inputs[role] = Node("input", (), dtype, self.name(name))
         return self.inputs[role]
 
-    def const(self, value: Any, dtype: torch.dtype) -> Node:
+    def const(self, value: Any, dtype: torch.dtype, of: frozenset[str] = frozenset()) -> Node:
         if dtype is torch.bool:
             value = bool(value)
         elif dtype.is_floating_point:
@@ -144,16 +157,16 @@ class Builder:
         else:
             bits = torch.iinfo(dtype).bits
             value = (int(value) - torch.iinfo(dtype).min) % (1 << bits) + torch.iinfo(dtype).min
-        key = ("const", repr(value), dtype)
+        key = ("const", repr(value), dtype, of)
         if key not in self._known:
-            self._known[key] = Node("const", (), dtype, repr(value), value)
+            self._known[key] = Node("const", (), dtype, repr(value), value, of=of)
         return self._known[key]
 
     def add(self, op: str, args: tuple[Node, ...], dtype: torch.dtype, name: str | None = None, line: str | None = None) -> Node:
         if op == "convert" and args[0].dtype == dtype:
             return args[0]
         if op == "convert" and args[0].op == "const":
-            return self.const(args[0].value, dtype)
+            return self.const(args[0].value, dtype, args[0].of)
         simpler = self._simplify(op, args)
         if simpler is not None:
             return simpler

@@ -33,13 +33,15 @@ class Lowering:
         self.device = device
         self.env: dict[fx.Node, Node] = {}
         self.params: dict[str, fx.Node] = {}  # role -> static node that the kernel loads
+        self.roles: dict[str, str] = {}  # of the leaves, by their names in the recorded graph
 
     def node(self, fx_node: fx.Node) -> Node:
         """The value of a recorded node; a static one becomes a param of the kernel, or a number."""
         if fx_node not in self.env:
             val = fx_node.meta["val"]
             if "uniform" in fx_node.meta:
-                self.env[fx_node] = self.b.const(fx_node.meta["uniform"], val.dtype)
+                of = frozenset(self.roles[name] for name in fx_node.meta.get("of", ()))
+                self.env[fx_node] = self.b.const(fx_node.meta["uniform"], val.dtype, of)
             else:
                 role = f"p{len(self.params)}"
                 self.params[role] = fx_node
@@ -80,6 +82,7 @@ def lower(
     """
     low = Lowering(core, device)
     for role, leaf in leaves.items():
+        low.roles[leaf.name] = role
         own = leaf.meta["val"].dtype
         value = low.b.input(role, dtypes.get(role, own), identifier(leaf.meta.get("role")) or role)
         low.env[leaf] = low.b.convert(value, own)
@@ -319,18 +322,23 @@ def _to_copy(low: Lowering, node: fx.Node) -> Node:
 def _pow(low: Lowering, node: fx.Node) -> Node:
     """ATen's own shortcuts for some scalar exponents keep their bits."""
     base, exponent = _args(node)[:2]
-    dtype = _dtype(node)
+    dtype, own = _dtype(node), node.meta["val"].dtype
     x = low.cast(base, dtype)
+
+    def times(a: Node, b: Node) -> Node:
+        product = low.op("mul", a, b)  # of bfloat16 numbers each is rounded, on a CPU
+        return low.b.convert(low.b.convert(product, own), dtype) if own is torch.bfloat16 else product
+
     if not isinstance(exponent, fx.Node):
         if exponent == 0:
             return low.const(1, x)
         if exponent == 1:
             return x
         if exponent in (2, 3):
-            square = low.op("mul", x, x)
-            return square if exponent == 2 else low.op("mul", square, x)
+            square = times(x, x)
+            return square if exponent == 2 else times(square, x)
         if dtype.is_floating_point and exponent in (0.5, -0.5, -1, -2):
-            root = low.op("sqrt", x) if exponent in (0.5, -0.5) else low.op("mul", x, x) if exponent == -2 else x
+            root = low.op("sqrt", x) if exponent in (0.5, -0.5) else times(x, x) if exponent == -2 else x
             return root if exponent == 0.5 else low.op("div", low.const(1, x), root)
     if isinstance(base, (int, float)) and base == 2 and dtype.is_floating_point:
         return low.op("exp2", low.cast(exponent, dtype))

@@ -148,8 +148,7 @@ def plan_backward(joint: Graph, storage: dict[str, torch.dtype], *, chunk: int, 
         wanted: gradients to store: `gx*` (per step), `gv*` (initial states), `gp*` (summed over T).
         cotangents: which exist: `gy*` per output, `gs*` per state sequence. Those of final states may be null at run time.
     """
-    absent = [r for r in joint.inputs if r[:2] == "gy" and r not in cotangents]
-    joint = joint.without(absent)
+    joint = joint.for_cotangents(cotangents)
     carries = [r for r in joint.outputs if r[:2] == "gv"]
     vjp = joint.select([r for r in joint.outputs if r in wanted or r in carries])
     needed = _needed_states(joint, vjp)

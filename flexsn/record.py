@@ -111,6 +111,7 @@ class Recorder(Tape, TorchDispatchMode):
         self.refused: FlexSNError | None = None  # was raised inside the core, which may have caught it
         self.user_op: Any = None  # the op the user wrote, while it is being decomposed
         self.in_backward = False
+        self.cotangents: set[fx.Node | None] = set()
 
     # --- refusals -----------------------------------------------------------------------------------------------------
     def raise_refusals(self) -> None:
@@ -208,11 +209,11 @@ class Recorder(Tape, TorchDispatchMode):
             val = self.evaluate(func, args, kwargs)
             value = _UNIFORM[name](args, kwargs)
             if isinstance(value, (int, float, bool)):
-                return self.track(val, self.uniform(val, value, "step" if "step" in kinds else "static"))
+                return self.track(val, self.uniform(val, value, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
         terms = {"aten::where": nodes[1:3], "aten::add": nodes[:2]}.get(name, ())
         if len(terms) == 2 and all(n.meta.get("uniform") == 0 for n in terms):  # no gradient, masked or accumulated
             val = self.evaluate(func, args, kwargs)
-            return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static"))
+            return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
         if (
             self.in_backward
             and kinds == {"static"}
@@ -223,7 +224,7 @@ class Recorder(Tape, TorchDispatchMode):
             return self.track(val, self.uniform(val, 0))
         if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:  # what factory functions end with
             val = self.evaluate(func, args, kwargs)
-            return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"]))
+            return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"], nodes[0].meta.get("of", ())))
         if name in ("aten::detach", "aten::alias") and kinds == {"static"}:
             return self.track(self.evaluate(func, args, kwargs), nodes[0])
         if not kinds or kinds == {"static"}:
@@ -243,6 +244,19 @@ class Recorder(Tape, TorchDispatchMode):
             return decomposed
         self.poison(func)
         return self.add(func, args, kwargs, "step", nodes)
+
+    def cotangents_behind(self, nodes: list[fx.Node]) -> tuple[str, ...]:
+        """Names of the cotangents that nodes are computed from: zeros made of them (`round` passes such on) vanish with them."""
+        found: set[str] = set()
+        seen: set[fx.Node] = set()
+        stack = [*nodes] if self.in_backward else []
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                found.update([node.name] if node in self.cotangents else node.meta.get("of", ()))
+                stack += node.all_input_nodes
+        return tuple(sorted(found))
 
     def reduced(self, func, args, kwargs, nodes: list[fx.Node]):
         """A sum over neurons in the backward of a param, or a linear function of one."""
@@ -383,6 +397,7 @@ class Recorder(Tape, TorchDispatchMode):
             if value.requires_grad:
                 given[i] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
                 cotangents[i] = self.placeholder(given[i], f"grad_{i}", "step")
+                self.cotangents.add(cotangents[i])
         if not given or not wanted:
             return [None] * len(sources)
         self.in_backward = True

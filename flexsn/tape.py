@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -120,11 +120,12 @@ class Tape:
         self.constants[name] = tensor
         return node
 
-    def uniform(self, val: Tensor, value: Any, kind: str = "static") -> fx.Node:
-        """A tensor of one value: a number in the kernel. `step` if its shape is that of a step tensor."""
+    def uniform(self, val: Tensor, value: Any, kind: str = "static", of: Sequence[str] = ()) -> fx.Node:
+        """A tensor of one value: a number in the kernel. `step` if its shape is that of a step tensor; `of`: names of the
+        cotangents that it was made from."""
         kwargs: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
         node = self.graph.create_node("call_function", torch.ops.aten.full.default, (list(val.shape), value), kwargs)
-        node.meta.update(kind=kind, val=val, uniform=value, line=self.line())
+        node.meta.update(kind=kind, val=val, uniform=value, line=self.line(), **({"of": list(of)} if of else {}))
         return node
 
     def line(self) -> str | None:

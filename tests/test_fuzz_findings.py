@@ -115,3 +115,47 @@ def test_gradients_that_are_zero_by_construction_add_up():
     p, x = torch.tensor(1.7, requires_grad=True), torch.randn(3, 5, requires_grad=True)
     (y,), _ = flexsn.scan(core, [x], [], [p], backend="cpp")
     torch.testing.assert_close(torch.autograd.grad(y.sum(), p)[0].item(), 15 * 2 * 1.7 * 2.0)
+
+
+def rounded(x, v, w):
+    return torch.round(torch.log(x)), x * 2.0, v
+
+
+def rounded_param(x, v, w):
+    return torch.round(torch.log(w)) + x * 0.0, x * 2.0, v
+
+
+@pytest.mark.parametrize("core", [rounded, rounded_param])
+def test_zeros_made_from_an_absent_cotangent_are_absent(core):
+    """`round` sends zeros back whatever its cotangent is, but none where there is no cotangent."""
+    grads = []
+    for backend in ("torch", "cpp"):
+        x, w = torch.zeros(3, 4, requires_grad=True), torch.zeros(4, requires_grad=True)
+        (y, z), _ = flexsn.scan(core, [x], [torch.zeros(4)], [w], backend=backend)
+        gx, gw = torch.autograd.grad(z.sum(), [x, w], allow_unused=True)
+        grads.append(gx)
+        assert y.requires_grad and (gw is None or not gw.any())
+    assert torch.equal(grads[0], torch.full((3, 4), 2.0)) and torch.equal(*grads)
+
+
+def test_zeros_made_from_a_cotangent_that_is_there():
+    """Zero times an infinite derivative is NaN, in eager as well; here the loss comes through the state alone."""
+    grads = []
+    for backend in ("torch", "cpp"):
+        x = torch.zeros(1, 4, requires_grad=True)
+        _, (last,) = flexsn.scan(lambda x, v: (log := torch.log(x), torch.ceil(log)), [x], [None], backend=backend)
+        grads += torch.autograd.grad(last.sum(), x)
+    assert grads[0].isnan().all() and grads[1].isnan().all()
+
+
+def test_integers_out_of_range_between_floats():
+    """What no integer holds becomes the least one, also where GCC would take float(int(x)) for trunc(x)."""
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.5] * 16).expand(3, 64)
+    for width in (torch.int32, torch.int64):
+        (y,), _ = flexsn.scan(lambda x: x.to(width).to(torch.float32), [x], backend="cpp")
+        assert torch.equal(y, x.to(width).to(torch.float32))
+
+
+@pytest.mark.parametrize("exponent", [2, 3, -1, -2])
+def test_powers_of_bfloat16_are_rounded_as_products(exponent):
+    check(lambda x: x.bfloat16() ** exponent, [torch.rand(3, 500) + 0.3])

@@ -1,25 +1,39 @@
 #!/bin/sh
 # The GPU kernels under compute-sanitizer (part of CUDA): reads and writes outside of arrays (memcheck), and reads of
 # memory that nobody wrote (initcheck). Minutes. PYTHON is a python3 with PyTorch for CUDA, pytest and hypothesis.
-#   sh tools/gpu_memcheck.sh [pytest selection, by default a part of the parity matrix]
+#   JOBS=12 sh tools/gpu_memcheck.sh [pytest selection, by default a part of the parity matrix]
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
+JOBS=${JOBS:-4} # processes that share the GPU, each with every JOBS-th test
 SANITIZER=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}
 SELECTED=${*:-"test_matrix and lif or test_strides or test_params or test_states or test_missing_cotangents or test_integer"}
-export PYTHONPATH="$PWD" PYTORCH_NO_CUDA_MEMORY_CACHING=1 # every tensor an allocation of its own, so that its end is known
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTORCH_NO_CUDA_MEMORY_CACHING=1 # a tensor is an allocation: its end is known
 test -x "$SANITIZER" || { echo "no compute-sanitizer: set SANITIZER to its path" >&2; exit 2; }
+FOLDER=$(mktemp -d)
 
 # what must be found: a kernel of N neurons on arrays of fewer
-if "$SANITIZER" --tool memcheck --error-exitcode 86 "$PYTHON" tools/gpu_overrun.py > /tmp/flexsn-overrun.txt 2>&1; then
-    echo "memcheck does not see a seeded overrun; see /tmp/flexsn-overrun.txt" >&2; exit 3
+if "$SANITIZER" --tool memcheck --error-exitcode 86 "$PYTHON" tools/gpu_overrun.py > "$FOLDER/overrun.txt" 2>&1; then
+    echo "memcheck does not see a seeded overrun; see $FOLDER/overrun.txt" >&2; exit 3
 fi
-grep -q "Invalid __global__" /tmp/flexsn-overrun.txt || { tail -20 /tmp/flexsn-overrun.txt >&2; exit 3; }
+grep -q "Invalid __global__" "$FOLDER/overrun.txt" || { tail -20 "$FOLDER/overrun.txt" >&2; exit 3; }
 echo "memcheck sees a seeded overrun"
+
+"$PYTHON" -m pytest tests/test_parity.py --device cuda -q -p no:cacheprovider --collect-only -k "$SELECTED" > "$FOLDER/collected" ||
+    { tail -20 "$FOLDER/collected" >&2; exit 2; }
+grep :: "$FOLDER/collected" > "$FOLDER/tests"
 check() { # memcheck looks at the generated kernels alone; initcheck must see every kernel, since any may write what they read
-    echo "== $*"
-    "$SANITIZER" --tool "$@" --error-exitcode 86 --report-api-errors no \
-        "$PYTHON" -m pytest tests/test_parity.py --device cuda -q -p no:cacheprovider -k "$SELECTED"
+    for job in $(seq "$JOBS"); do
+        awk -v n="$JOBS" -v k="$job" 'NR % n == k % n' "$FOLDER/tests" | tr '\n' '\0' |
+            xargs -0 "$SANITIZER" --tool "$@" --error-exitcode 86 --report-api-errors no "$PYTHON" -m pytest --device cuda -q \
+                -p no:cacheprovider > "$FOLDER/$1.$job" 2>&1 && touch "$FOLDER/$1.$job.passed" &
+    done
+    wait
+    for job in $(seq "$JOBS"); do
+        test -e "$FOLDER/$1.$job.passed" || { tail -50 "$FOLDER/$1.$job" >&2; echo "$1 failed; see $FOLDER/$1.*" >&2; exit 4; }
+        tail -n 2 "$FOLDER/$1.$job"
+    done
+    echo "$1: $(wc -l < "$FOLDER/tests") tests, nothing found"
 }
 check memcheck --kernel-name 'kns=ward'
 check initcheck

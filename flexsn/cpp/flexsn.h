@@ -53,12 +53,15 @@ inline float round_half(float x) { return from_half(to_half(x)); }
 inline float round_bfloat16(float x) { return from_bfloat16(to_bfloat16(x)); }
 
 // --- conversions as c10::convert does them ----------------------------------------------------------------------------
-// With -fno-trapping-math GCC (12, at least) makes float(int(y)) trunc(y), which is -0.0 where the integer is 0.
+// With -fno-trapping-math GCC (12, at least) makes float(int(y)) trunc(y), which is -0.0 where the integer is 0, and NaN
+// where y is: a zero that it cannot know keeps it from that.
+extern "C" __attribute__((visibility("default"))) int32_t flexsn_zero;
+int32_t flexsn_zero = 0;
 template <class To, class From> inline To convert(From x) {
   if constexpr (std::is_same_v<To, bool>) return x != From(0);
   else if constexpr (std::is_same_v<From, bool>) return x ? To(1) : To(0);  // a cast of bool does not vectorise
   else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To> && sizeof(To) < 8) return To(int32_t(x));
-  else if constexpr (std::is_integral_v<From> && std::is_floating_point_v<To>) return x == 0 ? To(0) : static_cast<To>(x);
+  else if constexpr (std::is_integral_v<From> && std::is_floating_point_v<To>) return static_cast<To>(From(x ^ From(flexsn_zero)));
   else return static_cast<To>(x);
 }
 

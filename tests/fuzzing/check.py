@@ -104,7 +104,8 @@ def check(case: Case, backend: str = "cpp") -> Failure | None:
             oracle = as_run(case, operands, *looped(case, own.step(case.core(), len(case.inputs) + len(case.states)), operands))
     except Disagreement as error:
         return Failure("op", str(error))
-    bounds = Bounds(list(own.static.values()), backend, oracle.cotangents)
+    given = set(map(id, oracle.cotangents))  # no result of the core, whatever they were made from
+    bounds = Bounds([t for t in own.static.values() if id(t) not in given], backend, oracle.cotangents)
     try:
         with bounds:
             eager = oracle.gradients()

@@ -101,8 +101,8 @@ Spec = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 
 
 @functools.cache
-def _lowered(func: Any, spec: Spec, frozen: tuple[Any, ...]) -> tuple[Program, list[str]] | None:
-    """A call as a program, and the name of every tensor in it, if approximate ops are among its closed ops.
+def _lowered(func: Any, spec: Spec, frozen: tuple[Any, ...]) -> tuple[Program, list[str], bool] | None:
+    """A call as a program, the name of every tensor in it, and whether it is a single closed op; None if none approximates.
 
     `spec`: of its tensors, shape, dtype, and whether they depend on params alone."""
     any_dims = any(shape for shape, _, static in spec if not static)
@@ -110,11 +110,11 @@ def _lowered(func: Any, spec: Spec, frozen: tuple[Any, ...]) -> tuple[Program, l
     still = [i for i in range(len(spec)) if i not in moving]
 
     def core(*tensors: Tensor) -> Tensor:
-        placed = dict(zip([*moving, *still], tensors, strict=True))
+        placed = {i: t.to(spec[i][1]) for i, t in zip([*moving, *still], tensors, strict=True)}
         args, kwargs = _thaw(frozen, [placed[i] for i in range(len(spec))])
         return func(*args, **kwargs)
 
-    metas = [Meta(*spec[i][:2]) for i in (*moving, *still)]
+    metas = [Meta(spec[i][0], torch.float32 if spec[i][1] in HALF else spec[i][1]) for i in (*moving, *still)]
     try:
         sig = make_signature(core, len(moving), 0, len(still))
         program = program_of("cpp", core, sig, metas, torch.device("cpu"), {}, None)
@@ -125,7 +125,8 @@ def _lowered(func: Any, spec: Spec, frozen: tuple[Any, ...]) -> tuple[Program, l
     approximate |= any(n.op in APPROXIMATE and n.args[0].dtype.is_floating_point for n in program.graph.nodes)
     if not (prologue or approximate):
         return None
-    return program, [f"x{moving.index(i)}" if i in moving else sig.param_names[still.index(i)] for i in range(len(spec))]
+    names = [f"x{moving.index(i)}" if i in moving else sig.param_names[still.index(i)] for i in range(len(spec))]
+    return program, names, not prologue and sum(n.op != "convert" for n in program.graph.nodes) == 1
 
 
 def _freeze(value: Any, tensors: list[Tensor]) -> Any:
@@ -242,7 +243,7 @@ class Own(TorchDispatchMode):
             eager = vector_form(func, frozen, tensors) if name in TAILS else out
             if lowered is None:
                 return eager
-            program, order = lowered
+            program, order, single = lowered
             wide = [t.float() if t.dtype in HALF else t for t in tensors]
             shape = torch.broadcast_shapes(*(t.shape for t in tensors))
             named = dict(zip(order, wide, strict=True))
@@ -251,7 +252,7 @@ class Own(TorchDispatchMode):
             found = tuple(v.to(o.dtype).expand(o.shape).contiguous() for v, o in zip(values, outs, strict=True))
             for value, o in zip(found, (eager,) if isinstance(eager, Tensor) else eager, strict=True):
                 if value.is_floating_point() and name != "hardsigmoid_backward":
-                    compare(func, tensors, value, o, len(program.graph.nodes) == 1)
+                    compare(func, tensors, value, o, single)
         self.substituted.add(func._schema.name)
         return found[0] if isinstance(out, Tensor) else found
 
