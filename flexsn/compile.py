@@ -27,7 +27,7 @@ from .backends import BACKENDS
 from .blueprint import Blueprint, Shapes, draw
 from .capture import Meta, Trace
 from .errors import CannotFuseError, RandomOpError, SideEffectError
-from .graph import Graph, vanishes
+from .graph import Graph, exists, vanishes
 from .interfaces import require
 from .lower import lower
 from .reads import Reads, lock
@@ -144,6 +144,7 @@ class Vjp:
         leaves = program._leaves(recorded)
         leaves |= {f"gy{k}": c for k, c in enumerate(cotangents[:outs]) if c is not None}
         leaves |= {f"gv{k}": c for k, c in enumerate(cotangents[outs:]) if c is not None}
+        self.roles = {leaf.name: role for role, leaf in leaves.items()}
         grads = recorded.grads
         outputs = {f"gx{k}": g for k, g in enumerate(grads[:ins]) if g is not None}
         # a carried cotangent is an output even where no gradient flows through the state: it is zero then
@@ -188,8 +189,13 @@ class Vjp:
             before = self.graph.outputs[role]
             if left[role].op == "const" and (before.op != "const" or vanishes(before, given)):
                 rest[node] = None
+        for node in self.recorded.graph.nodes:
+            made_of = [self.roles[name] for name in node.meta.get("of", ()) if node.meta["kind"] == "static"]
+            if made_of and not any(exists(role, given) for role in made_of):
+                rest[node] = None
         for node in self.recorded.graph.nodes if rest else ():
-            terms = [n for n in node.all_input_nodes if n in sums or n.meta["kind"] == "reduced"] if node not in rest else []
+            moves = [n for n in node.all_input_nodes if n in sums or n in rest or n.meta["kind"] == "reduced" or "nil" in n.meta]
+            terms = moves if node not in rest else []
             live = [n for n in (rest.get(n, n) for n in terms) if n is not None]
             if terms and not live:
                 rest[node] = None

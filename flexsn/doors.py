@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from . import _compat, forks, run, sharding
+from .capture import Meta
 from .errors import DoubleBackwardError, ForwardModeError, ShapeMismatchError
-from .ops import LIBRARY, TAGS, TracedCall, program_from, text_of
+from .ops import LIBRARY, TAGS, TracedCall, like_row, program_from, text_of
+from .rows import memory_order, unbroadcast
+from .rows import rows as as_rows
 
 Tensors = Sequence[Tensor | None]
 
@@ -59,14 +62,19 @@ def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
 def _as_rows(call: run.Call, tensors: Tensors) -> list[Tensor | None]:
     """Inputs and states as kernels take them; the rest as it is."""
     i, step = call.num_inputs, call.shapes.step
+    first = tensors[0]
+    assert first is not None, "inputs are there"
+    order = memory_order(first) if first.shape[1:] == step else None
     operands = tensors[: call.num_operands]
-    found = [None if t is None else run.rows(t, step, 1 if k < i else 0) for k, t in enumerate(operands)]
+    found = [None if t is None else as_rows(t, step, 1 if k < i else 0, order) for k, t in enumerate(operands)]
     return [*found, *tensors[call.num_operands :]]
 
 
 def _forward(call: run.Call, rows: run.Rows, save: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, final states, state sequences; and checkpoints. Without recording gradients."""
     n = call.num_operands
+    if call.around is None:
+        return run.forward(call, rows[:n], _named(call, rows[n:]), save)
     with call.around():
         return run.forward(call, rows[:n], _named(call, rows[n:]), save)
 
@@ -96,12 +104,15 @@ def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], gra
         with undisturbed():
             return _backward(call, rows, checkpoints, grads, needs)
     n = call.num_operands
-    with call.around():
+    if call.around is None:
         found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)
+    else:
+        with call.around():
+            found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)
     results: list[Tensor | None] = []
     for k, (role, meta) in enumerate(zip(call.roles, call.kinds, strict=False)):
         grad = found.get(f"g{role}") if needs[k] else None
-        results.append(None if grad is None or meta is None else run.unbroadcast(grad, meta[0], 1 if k < call.num_inputs else 0))
+        results.append(None if grad is None or meta is None else unbroadcast(grad, meta[0], 1 if k < call.num_inputs else 0))
     if call.statics:
         by_name = dict(zip((*call.program.sig.param_names, *call.program.vjp.captured), of_statics, strict=True))
         for name, meta in zip(call.statics, call.kinds[n:], strict=True):
@@ -248,11 +259,16 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
 def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     call = call_of(program, inputs, states, statics, sequences)
     shapes, blueprint, T = call.shapes, call.program.blueprint, call.T
-    like = inputs[0]
-    outputs = [like.new_empty((T, *s), dtype=m.dtype) for s, m in zip(shapes.outputs, blueprint.outputs, strict=True)]
-    finals = [like.new_empty(s, dtype=m.dtype) for s, m in zip(shapes.states, blueprint.states, strict=True)]
-    trail = [like.new_empty((T, *s), dtype=m.dtype) for s, m in zip(shapes.states, blueprint.states, strict=True)] if sequences else []
-    return [*outputs, *finals, *trail]
+    order = memory_order(inputs[0]) if inputs[0].shape[1:] == shapes.step else None
+
+    def empty(leading: tuple, step: tuple, meta: Meta) -> Tensor:
+        whole = step == shapes.step
+        return like_row(inputs[0], (*leading, *step), meta.dtype, len(leading), order if whole else None)
+
+    outputs = [empty((T,), s, m) for s, m in zip(shapes.outputs, blueprint.outputs, strict=True)]
+    states = list(zip(shapes.states, blueprint.states, strict=True))
+    trail = [empty((T,), s, m) for s, m in states] if sequences else []
+    return [*outputs, *[empty((), s, m) for s, m in states], *trail]
 
 
 sharding.RULES["scan"] = lambda cls, func, types, args, kwargs: _scan(*args)

@@ -151,7 +151,7 @@ class Builder:
         if dtype is torch.bool:
             value = bool(value)
         elif dtype.is_floating_point:
-            value = float(value)
+            value = torch.tensor(value, dtype=dtype, device="cpu").item() if dtype in HALF else float(value)
         elif isinstance(value, float) and not math.isfinite(value):
             value = 0
         else:

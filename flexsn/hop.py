@@ -69,7 +69,7 @@ def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int,
         warn_once("PyTorch's own scan" if traced else "the eager loop", error)
         loop = scan_operator if traced else python_loop
         return loop(core_fn, num_inputs, num_states, num_outputs, *flat_args, states="sequence")
-    return (*outputs, *sequences)
+    return tuple([t.contiguous() for t in (*outputs, *sequences)])
 
 
 @flex_sn_scan.py_impl(torch._C.DispatchKey.Autograd)

@@ -48,7 +48,9 @@ INTERFACES = {
         "torch.fx.experimental.proxy_tensor:track_tensor_tree",
         "torch._inductor.lowering:fallback_handler",
         "torch._inductor.lowering:register_lowering",
-        "torch._library.utils:get_layout_constraint_tag",
+        "torch._inductor.lowering:add_layout_constraint",
+        "torch._inductor.ir:get_stride_order",
+        "torch._inductor.ir:ExternKernel.require_stride_order",
     ),
     "flexsn.lowlevel": (
         "torch._functorch.aot_autograd:aot_export_joint_simple",

@@ -167,18 +167,17 @@ class Kernel:
         self._run(self._ready.get(key) or self.prepare(*key), device.index, (*pointers, *dims, T, N, given))
 
     def _run(self, ready: tuple, index: int, arguments: tuple) -> None:
-        binary, grid, tile = ready
-        fixed = grid, 1, 1, _compat.current_stream(index), binary.function, binary.packed_metadata, None, None, None
+        launch, grid, function, fixed, tile = ready
         if _compat.current_device() == index:
-            binary.run(*fixed, *arguments, tile.block, tile.ahead)
+            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *arguments, tile.block, tile.ahead)
         else:
             with torch.cuda.device(index):
-                binary.run(*fixed, *arguments, tile.block, tile.ahead)
+                launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *arguments, tile.block, tile.ahead)
 
     def run_tile(self, tile: Tile, arrays: Sequence[Tensor], dims: Sequence[int], T: int, N: int) -> None:
         """As a call with all arrays given, with a tile."""
         index = arrays[-1].device.index
-        ready = self._binary(self.expect_tile(tile, index), tile, index), -(-N // tile.block), tile
+        ready = _ready(self._binary(self.expect_tile(tile, index), tile, index), N, tile)
         self._run(ready, index, (*[a.data_ptr() for a in arrays], *dims, T, N, (1 << len(self._nullable)) - 1))
 
     def prepare(self, N: int, index: int, aligned: bool) -> tuple:
@@ -187,7 +186,7 @@ class Kernel:
         if len(self._ready) > 1000:
             self._ready.clear()
         build = self.expect(N, index, aligned)
-        self._ready[N, index, aligned] = ready = (self._binary(build, tile, index), -(-N // tile.block), tile)
+        self._ready[N, index, aligned] = ready = _ready(self._binary(build, tile, index), N, tile)
         return ready
 
     def forget(self, N: int) -> None:
@@ -258,6 +257,12 @@ class Kernel:
         for given_one, used in list(zip(present, taken, strict=True))[len(self.plan.reads) :]:
             if used is not given_one:
                 given_one.copy_(used)
+
+
+def _ready(binary: Any, N: int, tile: Tile) -> tuple:
+    """What a launch over N neurons needs: the function that launches, the number of programs, the kernel, its metadata, the tile."""
+    launch, between = _compat.triton_launch(binary)
+    return launch, -(-N // tile.block), binary.function, (*between, binary.packed_metadata, None, None, None), tile
 
 
 @functools.cache

@@ -52,8 +52,6 @@ class Lowering:
         """An argument (recorded node or Python number) as a value of `dtype`."""
         if isinstance(arg, fx.Node):
             return self.b.convert(self.node(arg), dtype)
-        if dtype in HALF:
-            arg = torch.tensor(arg, dtype=dtype, device="cpu").item()
         return self.b.const(arg, dtype)
 
     def casts(self, args: Sequence[Any], dtype: torch.dtype) -> tuple[Node, ...]:
@@ -178,32 +176,32 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return torch.float32 if own in HALF else own
 
 
-def _scaled_sum(low: Lowering, dtype: torch.dtype, a: Any, b: Any, alpha: Any, sign: int) -> Node:
-    x, y = low.casts((a, b), dtype)
+def _scaled_sum(low: Lowering, node: fx.Node, a: Any, b: Any, sign: int) -> Node:
+    """`a + sign * alpha * b`, rounded once. Sums of 16-bit floats have an `alpha` of their own dtype, and on a CPU numbers, too."""
+    alpha = node.kwargs.get("alpha", _args(node)[2] if len(_args(node)) > 2 else 1)
+    dtype, own = _dtype(node), node.meta["val"].dtype
+    x, y = [low.b.convert(low.cast(v, own if low.device.type == "cpu" else dtype), dtype) for v in (a, b)]
     if dtype is torch.bool:
         return low.op("or", x, y) if alpha else x
     if alpha == 1:
         return low.op("add" if sign > 0 else "sub", x, y)
-    scale = low.const(sign * alpha, x)
+    scale = low.b.convert(low.cast(sign * alpha, own), dtype)
     return low.op("fma", y, scale, x) if dtype.is_floating_point else low.op("add", x, low.op("mul", scale, y))
 
 
 @_rule("add.Tensor", "add.Scalar")
 def _add(low: Lowering, node: fx.Node) -> Node:
-    alpha = node.kwargs.get("alpha", _args(node)[2] if len(_args(node)) > 2 else 1)
-    return _scaled_sum(low, _dtype(node), _args(node)[0], _args(node)[1], alpha, 1)
+    return _scaled_sum(low, node, _args(node)[0], _args(node)[1], 1)
 
 
 @_rule("sub.Tensor", "sub.Scalar")
 def _sub(low: Lowering, node: fx.Node) -> Node:
-    alpha = node.kwargs.get("alpha", _args(node)[2] if len(_args(node)) > 2 else 1)
-    return _scaled_sum(low, _dtype(node), _args(node)[0], _args(node)[1], alpha, -1)
+    return _scaled_sum(low, node, _args(node)[0], _args(node)[1], -1)
 
 
 @_rule("rsub.Tensor", "rsub.Scalar")
 def _rsub(low: Lowering, node: fx.Node) -> Node:
-    alpha = node.kwargs.get("alpha", _args(node)[2] if len(_args(node)) > 2 else 1)
-    return _scaled_sum(low, _dtype(node), _args(node)[1], _args(node)[0], alpha, -1)
+    return _scaled_sum(low, node, _args(node)[1], _args(node)[0], -1)
 
 
 @_rule("div.Tensor", "div.Scalar")
@@ -342,7 +340,7 @@ def _pow(low: Lowering, node: fx.Node) -> Node:
             return root if exponent == 0.5 else low.op("div", low.const(1, x), root)
     if isinstance(base, (int, float)) and base == 2 and dtype.is_floating_point:
         return low.op("exp2", low.cast(exponent, dtype))
-    return low.op("pow" if dtype.is_floating_point else "pow_int", x, low.cast(exponent, dtype))
+    return low.op("pow" if dtype.is_floating_point else "pow_int", x, low.b.convert(low.cast(exponent, own), dtype))
 
 
 def _by_kind(name: str) -> Rule:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import _compat
 from .errors import OperandTypeError
 
 LEAST = 4 << 20  # bytes of a block: smaller ones are the C library's
@@ -25,16 +26,29 @@ _PAGE = 2 << 20  # blocks of whole huge pages
 _free: list[mmap.mmap] = []  # oldest first. List methods are atomic; a finalizer may run between any two of them
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`, from a block that an earlier result left where one fits."""
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
+    """`torch.empty`, from a block that an earlier result left where one fits; `strides` of dense memory, by default in order."""
+    if strides is None:
+        strides = dense_strides(shape)
+    if device.type == "cuda":  # GPUs have PyTorch's caching allocator
+        return _compat.empty_on_gpu(shape, strides, dtype, device)
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if size < LEAST or device.type != "cpu":  # GPUs have PyTorch's caching allocator
-        return torch.empty(shape, dtype=dtype, device=device)
+    if size < LEAST or device.type != "cpu":
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     block = _take(size) or _fresh(-(-size // _PAGE) * _PAGE)
     view = memoryview(block)  # the tensor's storage holds it
     weakref.finalize(view, _give, block).atexit = False
-    return torch.frombuffer(view, dtype=dtype, count=count).resize_(tuple(shape))
+    return torch.frombuffer(view, dtype=dtype, count=count).as_strided_(tuple(shape), tuple(strides))
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Of dense memory with the dims in this order from the outermost, by default their own."""
+    dims = tuple(range(len(shape)) if order is None else order)
+    strides = [1] * len(shape)
+    for outer, inner in zip(dims[-2::-1], dims[:0:-1], strict=True):
+        strides[outer] = strides[inner] * max(1, shape[inner])
+    return tuple(strides)
 
 
 def addresses(arrays: Sequence[Tensor | None]) -> list[int]:

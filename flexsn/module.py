@@ -240,7 +240,7 @@ class FlexSN(nn.Module):
             return empty[0] if len(empty) == 1 else empty
         outputs, finals, sequences = self.run(inputs, states, self.store_state_seqs)
         if torch.compiler.is_dynamo_compiling():
-            finals = [carry(v) if v.is_cuda else v for v in finals]
+            finals = [carry(v) for v in finals]
             self.states, self.state_seqs = tuple(finals) if exported else finals, sequences
         else:
             self._carry(tuple(finals) if exported else finals, sequences)

@@ -1,15 +1,16 @@
 """The kernels as PyTorch operators: `flexsn::forward` and `flexsn::backward`, one launch each.
 
 They are what a traced graph holds, so they take the whole program as a string and every other argument as plain tensors
-and sizes: nothing in them belongs to one process. Operands broadcast to the step shape `step`, results have it in full.
-Prologue, epilogue and narrowing are ordinary ops around them (`run.py`), which the compiler sees and fuses.
+and sizes: nothing in them belongs to one process. Operands broadcast to the step shape `step`, results have it in full, in
+the order of memory of the first input. Prologue, epilogue and narrowing are ordinary ops around them (`run.py`), which the
+compiler sees and fuses.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .compile import Program
 from .errors import BackendError, BackendUnavailableError, OperandTypeError
 from .plan import Plan
 from .reads import lock
+from .rows import Order, dense, memory_order, strides_of
 from .run import Call, Launch, arrays_of
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
@@ -100,11 +102,11 @@ def _flags_forward(inputs: Sequence[Tensor], save: bool, sequences: bool) -> tup
 def _launch(
     program: str, inputs: Sequence[Tensor], direction: str, flags: tuple, step: tuple[int, ...], checkpoints: int, roles: tuple[str, ...]
 ) -> Launch:  # fmt: skip
-    T, device = inputs[0].shape[0], inputs[0].device
-    key = (program, device, direction, flags, T, step, checkpoints, roles)
+    T, device, order = inputs[0].shape[0], inputs[0].device, _order(inputs, step)
+    key = (program, device, direction, flags, T, step, checkpoints, roles, order)
     launch = _launches.get(key)
     if launch is None:
-        launch = Launch(program_from(program, device).kernel(direction, *flags), T, step, checkpoints, roles)
+        launch = Launch(program_from(program, device).kernel(direction, *flags), T, step, checkpoints, roles, order)
         with lock:
             _launches[key] = launch
             _trim(_launches)
@@ -117,21 +119,29 @@ def _roles(inputs: int, states: int, saved: int = 0, given: tuple[str, ...] = ()
     return (*[f"{kind}{k}" for kind, count in counts for k in range(count)], *given)
 
 
-def _rows(tensor: Tensor | None, leading: int, step: tuple[int, ...]) -> Tensor | None:
-    if tensor is None or (tensor.shape[leading:] == step and tensor.is_contiguous()):
-        return tensor
-    return tensor.expand(*tensor.shape[:leading], *step).contiguous()
+def _order(inputs: Sequence[Tensor], step: Sequence[int]) -> Order | None:
+    return memory_order(inputs[0]) if inputs[0].shape[1:] == tuple(step) else None
 
 
-def _named(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
-    """A package of AOTInductor passes None for an empty list."""
-    return {f"p{k}": p for k, p in enumerate(params or ())}
+def like_row(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, leading: int, order: Order | None) -> Tensor:
+    if order is None:
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty_strided(shape, strides_of(shape, leading, order), dtype=dtype)
 
 
-def _checked(
-    launch: Launch, roles: Sequence[str], operands: Sequence[Tensor | None], params: dict[str, Tensor], checkpoints: int
-) -> Sequence[Tensor | None]:
-    """The operands. Kernels take pointers: whatever a graph passes must be as long as they read, and of the dtype."""
+def _rows(operands: Sequence[Tensor | None], roles: Sequence[str], launch: Launch) -> list[Tensor | None]:
+    """The operands by role, as kernels take them."""
+    found: list[Tensor | None] = []
+    for role, tensor in zip(roles, operands, strict=True):
+        leading = 0 if role[0] == "v" or role[:2] == "gv" else 1
+        if tensor is not None and tensor.shape[leading:] != launch.step:
+            tensor = tensor.expand(*tensor.shape[:leading], *launch.step)
+        found.append(None if tensor is None else dense(tensor, leading, launch.order))
+    return found
+
+
+def _check(launch: Launch, roles: Sequence[str], operands: Sequence[Tensor | None], params: dict[str, Tensor], checkpoints: int) -> None:
+    """Kernels take pointers: whatever a graph passes must be as long as they read, and of the dtype."""
     arrays = dict(zip(roles, operands, strict=True))
     rows = {"sequence": launch.T, "checkpoint": checkpoints, "row": 1}
     for a in launch.kernel.plan.reads:
@@ -144,24 +154,55 @@ def _checked(
                 f"a {a.kind} of a kernel, `{a.role}`, is {found}; expected {a.storage}, for {launch.T} steps of {list(launch.step)}",
                 core=launch.kernel.plan.core,
             )
-    return operands
+
+
+# Launches of calls whose operands need no change, by all that a call depends on but the tensors themselves
+_settled: OrderedDict[tuple, Launch] = OrderedDict()
+
+
+def _kinds(tensors: Sequence[Tensor | None]) -> tuple:
+    return tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
+
+
+def _call(
+    key: tuple, operands: Sequence[Tensor | None], params: Sequence[Tensor] | None, roles: Sequence[str],
+    made: Callable[[], tuple[Launch, int]],
+) -> list[Tensor]:  # fmt: skip
+    """Run a launch, which `made()` gives with the number of checkpoints that it reads."""
+    named = {f"p{k}": p for k, p in enumerate(params or ())}  # a package of AOTInductor passes None for an empty list
+    key = (*key, _kinds(operands), _kinds(params or ()))
+    launch = _settled.get(key)
+    if launch is not None:
+        return launch(operands, named, operands[0].device)  # type: ignore[union-attr]  # inputs are there
+    launch, checkpoints = made()
+    rows = _rows(operands, roles, launch)
+    _check(launch, roles, rows, named, checkpoints)
+    if all(a is b for a, b in zip(rows, operands, strict=True)):
+        with lock:
+            _settled[key] = launch
+            _trim(_settled)
+    return launch(rows, named, rows[0].device)  # type: ignore[union-attr]
 
 
 def _forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
     step, roles = tuple(step), _roles(len(inputs), len(states))
-    launch = _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles)
-    operands = [_rows(x, 1, step) for x in inputs] + [_rows(v, 0, step) for v in states]
-    named = _named(params)
-    return launch(_checked(launch, roles, operands, named, 0), named, inputs[0].device)
+
+    def made() -> tuple[Launch, int]:
+        return _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles), 0
+
+    key = (program, inputs[0].device, step, roles, checkpoints, save, sequences)
+    return _call(key, (*inputs, *states), params, roles, made)
 
 
-def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, like: Tensor) -> list[Tensor]:
-    return [like.new_empty(shape, dtype=dtype) for _, shape, dtype in arrays_of(made.writes, T, tuple(step), checkpoints)]
+def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    order = _order(inputs, step)
+    arrays = arrays_of(made.writes, T, tuple(step), checkpoints)
+    return [like_row(inputs[0], shape, dtype, len(shape) - len(step), order) for _, shape, dtype in arrays]
 
 
 def _fake_forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
     made = program_from(program, inputs[0].device).plan_of("forward", *_flags_forward(inputs, save, sequences))
-    return _fake_arrays(made, inputs[0].shape[0], step, checkpoints, inputs[0])
+    return _fake_arrays(made, inputs[0].shape[0], step, checkpoints, inputs)
 
 
 # --- flexsn::backward -----------------------------------------------------------------------------------------------------------
@@ -170,19 +211,21 @@ def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequ
 
 
 def _backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
-    step, roles = tuple(step), _roles(len(inputs), len(states), len(checkpoints), tuple(given))
-    launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
-    grads = [_rows(g, 0 if role[:2] == "gv" else 1, step) for role, g in zip(given, cotangents, strict=True)]
-    rows = [_rows(x, 1, step) for x in inputs] + [_rows(v, 0, step) for v in states]
-    operands, named = [*rows, *[c.contiguous() for c in checkpoints], *grads], _named(params)
-    made = program_from(program, inputs[0].device)
-    rows_saved = made.backend.checkpoints(launch.T, made.chunk)
-    return launch(_checked(launch, roles, operands, named, rows_saved), named, inputs[0].device)
+    step, given, wanted = tuple(step), tuple(given), tuple(wanted)
+    roles = _roles(len(inputs), len(states), len(checkpoints), given)
+
+    def made() -> tuple[Launch, int]:
+        launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
+        own = program_from(program, inputs[0].device)
+        return launch, own.backend.checkpoints(launch.T, own.chunk)
+
+    key = (program, inputs[0].device, step, roles, wanted)
+    return _call(key, (*inputs, *states, *checkpoints, *cotangents), params, roles, made)
 
 
 def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
     made = program_from(program, inputs[0].device).plan_of("backward", *_flags_backward(inputs, given, wanted))
-    return _fake_arrays(made, inputs[0].shape[0], step, 0, inputs[0])
+    return _fake_arrays(made, inputs[0].shape[0], step, 0, inputs)
 
 
 # --- vmap: one more dim in front of the step shape ----------------------------------------------------------------------------------
@@ -260,7 +303,7 @@ class TracedCall(Call):
     def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
         """Nothing is built while tracing."""
 
-    def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...]) -> Any:
+    def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
         return OperatorLaunch(self, direction, flags, roles)
 
 
@@ -274,7 +317,7 @@ class OperatorLaunch:
         with lock:  # here the text need not be read
             _programs.setdefault((self.program, backend_of(call.device), call.device), call.program)
         self.writes = call.program.plan_of(direction, *flags).writes
-        self.roles = [a.role for a in self.writes]
+        self.places = {a.role: place for place, a in enumerate(self.writes)}
 
     def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor], device: torch.device) -> list[Tensor]:
         call, ops = self.call, torch.ops.flexsn

@@ -55,6 +55,7 @@ _LINEAR: dict[str, int] = {
     "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
     "aten::_weight_norm_interface_backward": 1, "aten::diagonal_backward": 1, "aten::scatter": 2,
 }  # fmt: skip
+_PRODUCTS = {"aten::mul", "aten::mm", "aten::bmm", "aten::mv", "aten::dot"}
 _LINEAR_IN_FIRST = {  # and nowhere else
     "aten::div", "aten::xlogy", "aten::special_xlog1py", "aten::logit_backward", "aten::convolution_backward",
     "aten::avg_pool2d_backward", "aten::upsample_nearest1d_backward",
@@ -214,14 +215,11 @@ class Recorder(Tape, TorchDispatchMode):
         if len(terms) == 2 and all(n.meta.get("uniform") == 0 for n in terms):  # no gradient, masked or accumulated
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
-        if (
-            self.in_backward
-            and kinds == {"static"}
-            and nodes[0].meta.get("uniform") == 0
-            and (_LINEAR.get(name) == 1 or "_backward" in name)
-        ):
-            val = self.evaluate(func, args, kwargs)
-            return self.track(val, self.uniform(val, 0))
+        if self.in_backward and kinds == {"static"} and (_LINEAR.get(name) == 1 or "_backward" in name):
+            if any(map(_is_nil, nodes if name in _PRODUCTS else nodes[:1])):
+                val = self.add(func, args, kwargs, "static", nodes)
+                self.node_of(val).meta["nil"] = True
+                return val
         if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:  # what factory functions end with
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"], nodes[0].meta.get("of", ())))
@@ -288,7 +286,7 @@ class Recorder(Tape, TorchDispatchMode):
         if not isinstance(addend, Tensor):
             return addend == 0
         node = self.node_of(addend)
-        return node.meta["kind"] != "static" or node.meta.get("uniform") == 0
+        return node.meta["kind"] != "static" or _is_nil(node)
 
     def decompose(self, func, args, kwargs):
         rule = decomposition(func)
@@ -433,6 +431,11 @@ Recorder.stops = (Recorder.differentiate.__code__,)
 
 _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",
              "aten::sym_numel", "aten::dim", "aten::storage_offset", "aten::is_pinned"}  # fmt: skip
+
+
+def _is_nil(node: fx.Node) -> bool:
+    """Whether a static part of a gradient is zero, or NaN: what a gradient that is zero by construction leads to."""
+    return node.meta.get("uniform") == 0 or "nil" in node.meta
 
 
 def _name(func: Any) -> str:

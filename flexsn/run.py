@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from .compile import Program
 from .graph import HALF
 from .memory import empty
 from .plan import Array
+from .rows import Order, by_index, memory_order, narrow, strides_of, unbroadcast, widen
 
 Rows = Sequence[Any]  # tensors; None for a state that starts at zero
 
@@ -35,10 +35,10 @@ class Call:
         checkpoints: how many rows of states the forward stores for the backward.
         saved: roles of these rows.
         results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
-        around: a context for what runs.
+        around: a context for what runs, if it needs one.
     """
 
-    around: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    around: Callable[[], AbstractContextManager] | None = None
 
     def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
                  tensors: Sequence[Tensor | None]):  # fmt: skip
@@ -64,19 +64,20 @@ class Call:
         """Results of the step shape at the shapes that the core returns."""
         if self._whole:
             return results
-        return [_narrow(t, shape, leading) for t, (shape, leading) in zip(results, self._shapes, strict=True)]
+        return [narrow(t, shape, leading) for t, (shape, leading) in zip(results, self._shapes, strict=True)]
 
-    def forward_launch(self, inputs: Sequence[Tensor], save: bool) -> Any:
-        launch = self._launches.get(save)
+    def forward_launch(self, inputs: Sequence[Tensor], save: bool, order: Order | None = None) -> Any:
+        """`order`: in which the step's dims lie in memory, if not in their own."""
+        launch = self._launches.get((save, order))
         if launch is None:
             flags = tuple([x.dtype for x in inputs]), save, self.sequences
-            launch = self._launches[save] = self._launch("forward", flags, self.roles)
+            launch = self._launches[save, order] = self._launch("forward", flags, self.roles, order)
             if save and self.program.backend.lazy and inputs[0].device.type == "cuda":
                 self._expect_backward(inputs)
         return launch
 
-    def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...]) -> Any:
-        return Launch(self.program.kernel(direction, *flags), self.T, self.shapes.step, self.checkpoints, roles)
+    def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
+        return Launch(self.program.kernel(direction, *flags), self.T, self.shapes.step, self.checkpoints, roles, order)
 
     def usual_backward(self, inputs: Sequence[Tensor]) -> Any:
         """The backward for cotangents of every output and of nothing else."""
@@ -101,17 +102,18 @@ class Call:
         return found
 
     def backward_launch(
-        self, inputs: Sequence[Tensor], wanted: tuple[str, ...], statics: tuple[bool, ...], given: tuple[str, ...]
-    ) -> tuple[Any, dict[str, tuple[int, ...]]]:
+        self, inputs: Sequence[Tensor], wanted: tuple[str, ...], statics: tuple[bool, ...], given: tuple[str, ...],
+        order: Order | None = None,
+    ) -> tuple[Any, dict[str, tuple[int, ...]]]:  # fmt: skip
         """For the gradients of inputs and states `wanted`, of `statics`, from the cotangents `given`; and the step shapes
         of the sums over time (`gp*`) that the epilogue takes."""
-        key = (wanted, statics, given)
+        key = (wanted, statics, given, order)
         if key not in self._launches:
             vjp = self.program.vjp
             _, sums = vjp.epilogue(statics, given)
             present = tuple(sorted([r for r in given if r[:2] != "gv"]))
             flags = tuple([x.dtype for x in inputs]), (*wanted, *sums), present
-            launch = self._launch("backward", flags, (*self.roles, *self.saved, *given))
+            launch = self._launch("backward", flags, (*self.roles, *self.saved, *given), order)
             steps = {r: rescale(tuple(vjp.frontier[r].meta["val"].shape), self.program.step, self.shapes.step) for r in sums}
             self._launches[key] = launch, steps
         return self._launches[key]
@@ -121,35 +123,39 @@ class Launch:
     """A kernel at given sizes: which arrays it takes, and which are allocated for it.
 
     Attributes:
+        order: in which the step's dims lie in memory, in every array, if not in their own.
         params: roles of the arrays that the prologue computes.
         writes: role, shape and dtype of every array to allocate.
-        roles: those of `writes`.
+        places: of `writes` by role, in order.
     """
 
-    def __init__(self, kernel: Any, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[str]):
+    def __init__(
+        self, kernel: Any, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[str], order: Order | None = None
+    ):  # fmt: skip
         """`roles` of the operands, in the order in which calls pass them."""
-        self.kernel, self.T, self.step, self.numel = kernel, T, step, math.prod(step)
+        self.kernel, self.T, self.step, self.numel, self.order = kernel, T, step, math.prod(step), order
         self.params = [a.role for a in kernel.plan.reads if a.kind == "param"]
         self.checkpoints = checkpoints
         self.writes = arrays_of(kernel.plan.writes, T, step, checkpoints)
-        self.roles = [role for role, _, _ in self.writes]
+        self._strides = [strides_of(shape, len(shape) - len(step), order) for _, shape, _ in self.writes]
+        self.places = {role: place for place, (role, _, _) in enumerate(self.writes)}
         self._given = roles
-        places = {role: place for place, role in enumerate((*roles, *self.params))}
-        self._places = [places.get(a.role, -1) for a in kernel.plan.reads]  # -1: absent
+        read = {role: place for place, role in enumerate((*roles, *self.params))}
+        self._reads = [read.get(a.role, -1) for a in kernel.plan.reads]  # -1: absent
 
     def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor], device: torch.device) -> list[Tensor]:
         """Run; returns what was written, in the order of `writes`."""
         dims: list[int] = []
         found: list[Tensor | None] = [*operands]
         for role in self.params:
-            tensor, inner, count = _by_index(params[role].to(device), self.step)  # a number may be a tensor on the CPU
+            tensor, inner, count = by_index(params[role].to(device), self.step, self.order)  # a number may be a tensor on the CPU
             found.append(tensor)
             dims += (inner, count)
         found.append(None)
-        written = [empty(shape, dtype, device) for _, shape, dtype in self.writes]
+        written = [empty(shape, dtype, device, strides) for (_, shape, dtype), strides in zip(self.writes, self._strides, strict=True)]
         if self.T == 0:
-            _copy_over_no_time(dict(zip(self.roles, written, strict=True)), dict(zip(self._given, operands, strict=True)))
-        self.kernel([found[place] for place in self._places] + written, dims, self.T, self.numel)
+            _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._given, operands, strict=True)))
+        self.kernel([found[place] for place in self._reads] + written, dims, self.T, self.numel)
         return written
 
 
@@ -179,11 +185,10 @@ def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) 
     Returns:
         Outputs, final states and state sequences (`call.results`); checkpoints (`call.saved`).
     """
-    launch = call.forward_launch(operands[: call.num_inputs], save)
-    written = launch(operands, call.program.prologue(statics), operands[0].device)
-    found = dict(zip(launch.roles, written, strict=True))
-    results = call.as_returned([found[r] for r in call.results])
-    return results, [found[r] for r in call.saved] if save else []
+    launch = call.forward_launch(operands[: call.num_inputs], save, memory_order(operands[0]))
+    written, places = launch(operands, call.program.prologue(statics), operands[0].device), launch.places
+    results = call.as_returned([written[places[r]] for r in call.results])
+    return results, [written[places[r]] for r in call.saved] if save else []
 
 
 def backward(
@@ -201,96 +206,23 @@ def backward(
     Returns:
         Gradients of inputs and initial states by role (`gx*`, `gv*`), and gradients of the statics in the order of the VJP.
     """
-    vjp, step = call.program.vjp, call.shapes.step
+    vjp, step, order = call.program.vjp, call.shapes.step, memory_order(operands[0])
     wanted, wanted_statics = call.wanted(needs)
     given, grads = [], []
     for role, grad in zip(call.results, cotangents, strict=True):
         if grad is not None:
             given.append("g" + role)
-            grads.append(_widen(grad, step, 0 if role[0] == "v" else 1))
+            grads.append(widen(grad, step, 0 if role[0] == "v" else 1, order))
     present = tuple(given)
-    launch, sums = call.backward_launch(operands[: call.num_inputs], wanted, wanted_statics, present)
+    launch, sums = call.backward_launch(operands[: call.num_inputs], wanted, wanted_statics, present, order)
     if not (given and launch.writes):  # no operand that needs a gradient has one
         return {}, [None] * len(wanted_statics)
     written = launch((*operands, *checkpoints, *grads), vjp.prologue(statics), operands[0].device)
-    found = dict(zip(launch.roles, written, strict=True))
+    found = dict(zip(launch.places, written, strict=True))
     if not any(wanted_statics):
         return found, [None] * len(wanted_statics)
     of_statics = vjp.epilogue(wanted_statics, present)[0](statics, [unbroadcast(found[r], s, 0) for r, s in sums.items()])
     return found, [of_statics.get(str(k)) for k in range(len(wanted_statics))]
-
-
-def rows(tensor: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
-    """An operand broadcast to the step shape after `leading` dims, contiguous: rows of N neurons."""
-    tensor = _plain(tensor)
-    target = (*tensor.shape[:leading], *step)
-    if tensor.shape != target:
-        missing = len(target) - tensor.dim()
-        tensor = tensor.reshape(*tensor.shape[:leading], *([1] * missing), *tensor.shape[leading:]).expand(target)
-    return tensor.contiguous()
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """With memory of its own and no lazy sign: kernels read what a pointer leads to."""
-    if tensor._is_zerotensor():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
-
-
-def unbroadcast(grad: Tensor, shape: tuple[int, ...], leading: int) -> Tensor:
-    """The gradient of an operand from the gradient of its rows."""
-    step = shape[leading:]
-    return grad if grad.shape == shape else _sum_steps(grad, step, leading).reshape(shape)
-
-
-def _sum_steps(grad: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
-    missing = grad.dim() - leading - len(step)
-    dims = list(range(leading, leading + missing))
-    dims += [d + leading + missing for d, n in enumerate(step) if n == 1 and grad.shape[d + leading + missing] != 1]
-    return grad.sum(dims) if dims else grad
-
-
-def _by_index(param: Tensor, step: tuple[int, ...]) -> tuple[Tensor, int, int]:
-    """A param whose broadcast dims lie outside one solid block needs no copy; any other is expanded."""
-    param = _plain(param)
-    shape = (1,) * (len(step) - param.dim()) + tuple(param.shape)
-    solid = [d for d, n in enumerate(shape) if n != 1]
-    if not solid:
-        return param, max(1, math.prod(step)), 1
-    block = range(solid[0], solid[-1] + 1)
-    if all(shape[d] == step[d] for d in block):
-        return param.contiguous(), math.prod(step[block.stop :]), math.prod(shape)
-    return param.expand(step).contiguous(), 1, math.prod(step)
-
-
-def _narrow(full: Tensor, shape: tuple[int, ...], leading: int) -> Tensor:
-    """What the core returns at a smaller shape is constant along the dims it lacks."""
-    if full.shape == shape:
-        return full
-    missing = full.dim() - len(shape)
-    for _ in range(missing):
-        full = full.select(leading, 0)
-    for d, n in enumerate(shape):
-        if n == 1 and full.shape[d] != 1:
-            full = full.narrow(d, 0, 1)
-    return full.clone(memory_format=torch.contiguous_format)  # its own memory, not the whole block
-
-
-def _widen(grad: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
-    """The adjoint of `_narrow`."""
-    grad = _plain(grad)  # that of `sgn` has no memory
-    target = (*grad.shape[:leading], *step)
-    if grad.shape == target:
-        return grad.contiguous()
-    full = grad.new_zeros(target)
-    part = full
-    for _ in range(len(target) - grad.dim()):
-        part = part.select(leading, 0)
-    for d, n in enumerate(grad.shape):
-        if n == 1 and part.shape[d] != 1:
-            part = part.narrow(d, 0, 1)
-    part.copy_(grad)
-    return full
 
 
 def upcast(tensor: Tensor) -> Tensor:

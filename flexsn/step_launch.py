@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import DeviceMismatchError, OperandCountError, OperandTypeError, SequenceLengthError, UnsupportedDtypeError
 from .memory import empty
-from .run import _by_index, _narrow, rows, unbroadcast
+from .rows import by_index, narrow, rows, unbroadcast
 from .signature import DTYPES
 from .step_info import FlexSNInfo, Shape, dtypes, return_shape, step_shape
 from .step_kernels import StepKernel
@@ -144,8 +144,8 @@ def _forward(f: StepKernel, info: FlexSNInfo, args: Sequence[Tensor | None], cou
         return tuple([torch.empty((0, *shape), dtype=dtype, device=device) for shape, dtype in metas]), ends
     arrays = {f"x{k}": x for k, x in enumerate(inputs)} | {f"v{k}": v for k, v in enumerate(states) if v is not None}
     written = _launch(f, arrays, T, step, device, ())
-    returns = [_narrow(written[f"y{j}"], (T, *shape), 1) for j, (shape, _) in enumerate(metas)]
-    ends = [_narrow(written[f"v{k}"], shape, 0).to(dtype) for k, (shape, dtype) in enumerate(finals)]
+    returns = [narrow(written[f"y{j}"], (T, *shape), 1) for j, (shape, _) in enumerate(metas)]
+    ends = [narrow(written[f"v{k}"], shape, 0).to(dtype) for k, (shape, dtype) in enumerate(finals)]
     return tuple(returns), ends
 
 
@@ -238,7 +238,7 @@ def _launch(
         dims: list[int] = []
         for a in loaded.plan.reads:
             if a.kind == "param":
-                tensor, inner, count = _by_index(params[a.role], step)
+                tensor, inner, count = by_index(params[a.role], step)
                 taken.append(tensor)
                 dims += (inner, count)
             else:

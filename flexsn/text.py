@@ -84,7 +84,7 @@ def _trace(recorded: Trace) -> dict[str, Any]:
 
 def _node(node: fx.Node) -> list:
     val = node.meta["val"]
-    meta = {k: node.meta[k] for k in ("kind", "role", "uniform", "of", "line") if node.meta.get(k) is not None}
+    meta = {k: node.meta[k] for k in ("kind", "role", "uniform", "of", "nil", "line") if node.meta.get(k) is not None}
     meta["val"] = _meta(Meta(tuple(val.shape), val.dtype)) if isinstance(val, Tensor) else None
     op = None if node.op == "placeholder" else "getitem" if node.target is getitem else str(node.target)
     return [node.name, op, _argument(node.args), _argument(node.kwargs), meta]

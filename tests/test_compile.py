@@ -301,6 +301,35 @@ class PerStep(nn.Module):
         return self.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
+def convolutions():
+    torch.manual_seed(0)
+    convolution = lambda c: PerStep(nn.Conv2d(c, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+    return nn.Sequential(convolution(3), flexsn.LIF(), convolution(8), flexsn.LIF())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_memory_lies_as_convolutions_choose(layout):
+    """Inductor lets them have channels last; then so do the neurons between them, without copies."""
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    x = torch.randn(4 * 2, 3, 8, 8).to(memory_format=layout).unflatten(0, (4, 2))
+    eager, net = convolutions().to(memory_format=layout), convolutions().to(memory_format=layout)
+    want, compiled, grads = eager(x), torch.compile(net, fullgraph=True), []
+    with config.patch(force_layout_optimization=True):
+        got, code = run_and_get_code(compiled, x)
+        torch.testing.assert_close(got, want)
+        for model, y in ((eager, want), (net, got)):
+            grads.append(torch.autograd.grad(y.square().sum(), list(model.parameters())))
+        for model in (eager, net):
+            flexsn.detach_states(model)
+        torch.testing.assert_close(compiled(x), eager(x))  # with states that were carried
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    calls = [line for line in code[0].splitlines() if "flexsn.call_forward(" in line]
+    assert len(calls) == 2 and all("(4, 2, 8, 8, 8), (1024, 512, 1, 64, 8)" in line for line in calls)
+
+
 class Residual(nn.Module):
     def __init__(self, channels):
         super().__init__()

@@ -159,3 +159,36 @@ def test_integers_out_of_range_between_floats():
 @pytest.mark.parametrize("exponent", [2, 3, -1, -2])
 def test_powers_of_bfloat16_are_rounded_as_products(exponent):
     check(lambda x: x.bfloat16() ** exponent, [torch.rand(3, 500) + 0.3])
+
+
+def test_a_derivative_times_a_gradient_that_is_zero_by_construction():
+    p, x = torch.tensor(0.7, requires_grad=True), torch.rand(3, 5) + 0.5
+    (y,), _ = flexsn.scan(lambda x, p: torch.remainder(torch.xlogy(p, x), torch.sign(torch.erfc(p))), [x], [], [p], backend="cpp")
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), p)[0], x.log().sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "core",
+    [lambda a, b: torch.add(a, b, alpha=0.3), lambda a, b: b - a * 0.3, lambda a, b: a + 0.3, lambda a, b: 0.3 - a,
+     lambda a, b: a + torch.tensor(0.3), lambda a, b: a.abs() ** 1.7, lambda a, b: torch.rsub(a, b, alpha=0.3)],
+)  # fmt: skip
+def test_numbers_beside_tensors_of_16_bits(core, dtype):
+    """Eager rounds them to 16 bits for sums and powers, and not for products."""
+    x = [torch.randn(2, 512), torch.randn(2, 512)]
+    check(lambda a, b: core(a.to(dtype), b.to(dtype)), x, exact=True)
+
+
+def test_a_static_gradient_of_zeros_vanishes_with_its_cotangent():
+    """And is NaN where eager's is: zero times the infinite derivative of a root at zero."""
+
+    def core(x, p):
+        return torch.div(x * 0.0 + 1.0, p**0.5, rounding_mode="trunc"), x * 2.0 + p
+
+    found = []
+    for backend in ("torch", "cpp"):
+        x, p = torch.rand(3, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64, requires_grad=True)
+        (y, z), _ = flexsn.scan(core, [x], [], [p], backend=backend)
+        found.append([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in (z.sum(), (y.nan_to_num() + z).sum())])
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][0], torch.full((4,), 3.0, dtype=torch.float64))
+    assert found[0][1].isnan().all() and found[1][1].isnan().all()

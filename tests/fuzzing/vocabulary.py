@@ -78,7 +78,7 @@ CLOSED = {name: _of_op(name) for name in OPS}
 
 # Composites: one op of PyTorch that is several closed ops, operators with numbers, and surrogates.
 _UNARY = """
-1.0 - {0} | 2.5 + {0} | {0} * 0.3 | {0} / 3.0 | 1.0 / {0} | {0} ** 2 | {0} ** 3 | {0} ** -1 | {0} ** -2 | {0} ** 0.5 | {0} ** -0.5 |
+1.0 - {0} | 2.5 + {0} | {0} * 0.3 | {0} / 3.0 | 1.0 / {0} | {0} ** 2 | {0} ** 3 | {0} ** -1 | {0} ** -2 | {0}.float() ** 0.5 | {0}.double() ** -0.5 |
 {0} ** 1.7 | 2.0 ** {0} | 3.0 ** {0} | {0} > 0 | {0} <= 0.5 | {0} == 1 | {0} != 0.25 | {0} >= 3 | {0} < -1.5 | {0} >= -1 | {0} > 300 | -{0} | +{0} | ~{0} |
 {0} & 6 | {0} | 9 | {0} ^ -1 | {0} << 3 | {0} >> 1 | {0} + 3 | {0} * 2 | 7 - {0} | {0}.detach() | torch.zeros_like({0}) |
 torch.full_like({0}, 0.75) | {0}.clone() | {0}.reciprocal() | {0}.rsqrt() | {0}.square() | {0}.frac() | {0}.relu() | {0}.sgn() |
