@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy
 import torch
 from cores import Neuron
 from torch import Tensor
@@ -110,7 +111,10 @@ def sj_flexsn(neuron: Neuron) -> Run:
 
 def sj_lifnode(neuron: Neuron) -> Run:
     surrogate = {"atan": sj_surrogate.ATan(alpha=2.0), "sigmoid": sj_surrogate.Sigmoid(alpha=4.0)}[neuron.lif]
-    settings = {"backend": "cupy"} if "backend" in inspect.signature(sj_neuron.LIFNode).parameters else {}  # gone from 2.0.0
+    settings = {}
+    if "backend" in inspect.signature(sj_neuron.LIFNode).parameters:  # gone from 2.0.0
+        settings["backend"] = "cupy"
+        numpy.int = int  # type: ignore[attr-defined]  # which it still uses
     layer = sj_neuron.LIFNode(
         tau=2.0, decay_input=True, v_threshold=1.0, v_reset=0.0, surrogate_function=surrogate, step_mode="m", **settings
     )  # fmt: skip

@@ -54,6 +54,11 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return torch.where(torch.ones_like(target, dtype=torch.bool), source.to(target.dtype), torch.zeros_like(target))
 
 
+@_own("ldexp.Tensor")
+def _ldexp(x: Tensor, other: Tensor) -> Tensor:
+    return x * torch.pow(2.0, other)
+
+
 @_own("heaviside.default")
 def _heaviside(x: Tensor, values: Tensor) -> Tensor:
     return torch.where(x == 0, values, (x > 0).to(values.dtype))

@@ -177,15 +177,16 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _scaled_sum(low: Lowering, node: fx.Node, a: Any, b: Any, sign: int) -> Node:
-    """`a + sign * alpha * b`, rounded once. Sums of 16-bit floats have an `alpha` of their own dtype, and on a CPU numbers, too."""
-    alpha = node.kwargs.get("alpha", _args(node)[2] if len(_args(node)) > 2 else 1)
+    """`a + sign * alpha * b`, rounded once. On a CPU, sums of 16-bit floats take numbers, `alpha` too, in that dtype."""
+    alpha: Any = node.kwargs.get("alpha", _args(node)[2] if len(_args(node)) > 2 else 1)
     dtype, own = _dtype(node), node.meta["val"].dtype
-    x, y = [low.b.convert(low.cast(v, own if low.device.type == "cpu" else dtype), dtype) for v in (a, b)]
+    number = own if low.device.type == "cpu" else dtype
+    x, y = [low.b.convert(low.cast(v, own if isinstance(v, fx.Node) else number), dtype) for v in (a, b)]
     if dtype is torch.bool:
         return low.op("or", x, y) if alpha else x
     if alpha == 1:
         return low.op("add" if sign > 0 else "sub", x, y)
-    scale = low.b.convert(low.cast(sign * alpha, own), dtype)
+    scale = low.b.convert(low.cast(sign * alpha, number), dtype)
     return low.op("fma", y, scale, x) if dtype.is_floating_point else low.op("add", x, low.op("mul", scale, y))
 
 

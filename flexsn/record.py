@@ -215,11 +215,12 @@ class Recorder(Tape, TorchDispatchMode):
         if len(terms) == 2 and all(n.meta.get("uniform") == 0 for n in terms):  # no gradient, masked or accumulated
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
-        if self.in_backward and kinds == {"static"} and (_LINEAR.get(name) == 1 or "_backward" in name):
-            if any(map(_is_nil, nodes if name in _PRODUCTS else nodes[:1])):
-                val = self.add(func, args, kwargs, "static", nodes)
-                self.node_of(val).meta["nil"] = True
-                return val
+        linear = self.in_backward and kinds == {"static"} and (_LINEAR.get(name) == 1 or "_backward" in name)
+        if linear and any(map(_is_nil, nodes if name in _PRODUCTS else nodes[:1])):
+            val = self.add(func, args, kwargs, "static", nodes)
+            for part in _tensors(val):
+                self.node_of(part).meta["nil"] = True
+            return val
         if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:  # what factory functions end with
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"], nodes[0].meta.get("of", ())))

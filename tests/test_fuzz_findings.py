@@ -192,3 +192,8 @@ def test_a_static_gradient_of_zeros_vanishes_with_its_cotangent():
         found.append([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in (z.sum(), (y.nan_to_num() + z).sum())])
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][0], torch.full((4,), 3.0, dtype=torch.float64))
     assert found[0][1].isnan().all() and found[1][1].isnan().all()
+
+
+def test_the_dtype_of_ldexp():
+    """That of PyTorch's own decomposition is float32 for bools beside 16 bits."""
+    check(lambda x, v: (torch.ldexp(x > v, v.half()), v), [torch.randn(3, 5)], [torch.randn(5)])

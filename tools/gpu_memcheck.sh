@@ -12,12 +12,15 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTORCH_NO_CUDA_MEMORY_CACHI
 test -x "$SANITIZER" || { echo "no compute-sanitizer: set SANITIZER to its path" >&2; exit 2; }
 FOLDER=$(mktemp -d)
 
-# what must be found: a kernel of N neurons on arrays of fewer
-if "$SANITIZER" --tool memcheck --error-exitcode 86 "$PYTHON" tools/gpu_overrun.py > "$FOLDER/overrun.txt" 2>&1; then
-    echo "memcheck does not see a seeded overrun; see $FOLDER/overrun.txt" >&2; exit 3
-fi
-grep -q "Invalid __global__" "$FOLDER/overrun.txt" || { tail -20 "$FOLDER/overrun.txt" >&2; exit 3; }
-echo "memcheck sees a seeded overrun"
+must_find() { # fault, tool, what the tool says of it
+    if "$SANITIZER" --tool "$2" --error-exitcode 86 "$PYTHON" tools/gpu_faults.py "$1" > "$FOLDER/$1.txt" 2>&1; then
+        echo "$2 does not see a seeded fault ($1); see $FOLDER/$1.txt" >&2; exit 3
+    fi
+    grep -q "$3" "$FOLDER/$1.txt" || { tail -20 "$FOLDER/$1.txt" >&2; exit 3; }
+    echo "$2 sees a seeded fault ($1)"
+}
+must_find overrun memcheck "Invalid __global__"
+must_find unwritten initcheck "Uninitialized __global__"
 
 "$PYTHON" -m pytest tests/test_parity.py --device cuda -q -p no:cacheprovider --collect-only -k "$SELECTED" > "$FOLDER/collected" ||
     { tail -20 "$FOLDER/collected" >&2; exit 2; }

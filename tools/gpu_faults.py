@@ -1,4 +1,7 @@
-"""A kernel that is told of more neurons than its arrays have: what `tools/gpu_memcheck.sh` must find."""
+"""What `tools/gpu_memcheck.sh` must find: a kernel that is told of more neurons than its arrays have (`overrun`), and one whose
+input nobody wrote (`unwritten`)."""
+
+import sys
 
 import torch
 
@@ -9,6 +12,8 @@ x = torch.ones(4, 1000, device="cuda")
 flexsn.scan(lambda x, v: (x * 0.5 + v, v + x), [x], [None], backend="triton")
 ((program, _),) = compiling._exact.values()
 (kernel,) = program._kernels.values()
+if sys.argv[1] == "unwritten":
+    x = torch.empty(4, 1000, device="cuda")
 arrays = [{"x0": x}.get(a.role) for a in kernel.plan.reads] + [torch.empty(4, 1000, device="cuda") for _ in kernel.plan.writes]
-kernel(arrays, [], 4, 100_000)
+kernel(arrays, [], 4, 100_000 if sys.argv[1] == "overrun" else 1000)
 torch.cuda.synchronize()
