@@ -17,8 +17,23 @@ import torch
 from torch import Tensor
 
 from .errors import PictureError
-from .plot_data import TwoStates, array, color_of_each, length, level, names_of, number, points_of, rows, same, span_of, steps_of, whole
-from .signature import core_name
+from .plot_data import (
+    TwoStates,
+    array,
+    by_name,
+    color_of_each,
+    length,
+    level,
+    names_of,
+    number,
+    points_of,
+    rows,
+    same,
+    span_of,
+    spikes_of,
+    steps_of,
+    whole,
+)
 
 if TYPE_CHECKING:
     import numpy
@@ -30,6 +45,7 @@ __all__ = ["STYLE", "animate", "heat_map", "phase_plane", "raster", "rate_histog
 
 INK, GREY, BLUE, ORANGE = "#22262b", "#8d949c", "#1f5f99", "#d9571c"
 COLORS = (BLUE, ORANGE, "#3a7d44", "#8e4585", "#b8860b", "#2a9d9d", INK)
+DASHES = ("-", "--", ":", "-.")
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans", "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.titlepad": 8, "axes.labelcolor": INK, "axes.edgecolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
@@ -47,9 +63,9 @@ def raster(spikes: Any, ax: Axes | None = None, *, dt: float | None = None, colo
         height: of a bar, in rows.
 
     Raises:
-        PictureError: `spikes` has more dimensions.
+        PictureError: `spikes` has more dimensions, or a NaN.
     """
-    values = rows(spikes, "raster")
+    values = spikes_of(rows(spikes, "raster"), "raster")
     unit, height = length(dt), number(height, "height", above=0.0)
     ax = _axes(ax)
     step, neuron = values.nonzero()
@@ -82,7 +98,7 @@ def traces(
     import numpy as np
 
     v = rows(membrane, "traces").astype(float)
-    fired = None if spikes is None else same(rows(spikes, "traces"), v, "spikes")
+    fired = None if spikes is None else spikes_of(same(rows(spikes, "traces"), v, "spikes"), "traces")
     levels = {"--": level(threshold, v, "threshold"), ":": level(reset, v, "reset")}
     if labels is not None:
         labels = names_of(labels, v.shape[1], "labels")
@@ -100,7 +116,7 @@ def traces(
                 ax.plot(time, base + found[:, k], color=GREY, lw=0.9, ls=style, zorder=1)
         ax.plot(time, base + v[:, k], color=BLUE, lw=1.4)
         if fired is not None:
-            ax.vlines(time[fired[:, k] != 0], base + high, base + high + 0.15 * span, color=ORANGE, lw=1.5)
+            ax.vlines(time[fired[:, k]], base + high, base + high + 0.15 * span, color=ORANGE, lw=1.5)
     if v.shape[1] == 1 and labels is None:
         ax.set_ylabel("membrane")
     else:
@@ -114,11 +130,14 @@ def rate_histogram(spikes: Any, ax: Axes | None = None, *, bins: int = 20, dt: f
     """How many neurons fire how often: the rates over T of all neurons of `spikes` `[T, *shape]`, their mean as a line.
 
     A rate is spikes per step, or per second (Hz) with `dt`; a batch dimension counts as so many neurons.
+
+    Raises:
+        PictureError: `spikes` has a NaN.
     """
     import numpy as np
 
-    fired = steps_of(spikes, "rate_histogram", "[T, ...]", range(1, 64), "Give spikes over time, [T, *shape].") != 0
-    rates = fired.mean(0).ravel() * _rate(dt)
+    found = steps_of(spikes, "rate_histogram", "[T, ...]", range(1, 64), "Give spikes over time, [T, *shape].")
+    rates = spikes_of(found, "rate_histogram").mean(0).ravel() * _rate(dt)
     bins = whole(bins, "bins", 1)
     counts, edges = np.histogram(rates, bins, range=(0.0, float(rates.max()) or 1.0))
     ax = _axes(ax)
@@ -133,19 +152,21 @@ def rate_histogram(spikes: Any, ax: Axes | None = None, *, bins: int = 20, dt: f
 def heat_map(spikes: Any, ax: Axes | None = None, *, window: int = 10, dt: float | None = None, cmap: str = "magma") -> Axes:
     """Firing rates as colors: `[T, n]` by windows of `window` steps and neuron, `[T, H, W]` over all T by place.
 
-    The last window is shorter where `window` does not divide T. A rate is spikes per step, or Hz with `dt`.
+    The last window is shorter where `window` does not divide T. A rate is spikes per step, or Hz with `dt`; colors go from 0 to
+    the highest rate, and without a spike to one in every step.
 
     Raises:
-        PictureError: `spikes` has another number of dimensions.
+        PictureError: `spikes` has another number of dimensions, or a NaN.
     """
     import numpy as np
 
     found = steps_of(spikes, "heat_map", "[T, n] or [T, H, W]", (2, 3), "Choose a sample: `spikes[:, 0]`.")
-    fired = (found != 0).astype(float) * _rate(dt)
+    fired = spikes_of(found, "heat_map") * _rate(dt)
     window = whole(window, "window", 1)
     ax = _axes(ax)
     if fired.ndim == 3:
-        mesh: Any = ax.imshow(fired.mean(0), cmap=cmap, vmin=0.0, interpolation="nearest")
+        rates = fired.mean(0)
+        mesh: Any = ax.imshow(rates, cmap=cmap, interpolation="nearest")
         ax.set(xlabel="column", ylabel="row")
         _whole_numbers(ax.xaxis, ax.yaxis)
     else:
@@ -153,9 +174,10 @@ def heat_map(spikes: Any, ax: Axes | None = None, *, window: int = 10, dt: float
         steps = np.diff(starts, append=len(fired))
         rates = np.add.reduceat(fired, starts, axis=0) / steps[:, None]
         edges = np.append(starts, len(fired)) * length(dt)
-        mesh = ax.pcolormesh(edges, np.arange(fired.shape[1] + 1) - 0.5, rates.T, cmap=cmap, vmin=0.0)
+        mesh = ax.pcolormesh(edges, np.arange(fired.shape[1] + 1) - 0.5, rates.T, cmap=cmap)
         ax.set(xlabel=_time_unit(dt), ylabel="neuron")
         _whole_numbers(ax.yaxis)
+    mesh.set_clim(0.0, float(rates.max()) or _rate(dt))
     ax.figure.colorbar(mesh, ax=ax, label=_rate_unit(dt), pad=0.02)
     return ax
 
@@ -167,13 +189,13 @@ def surrogate_curves(
     """What surrogate spikes do at a distance `x` to threshold: forward in grey, the gradient, as autograd gives it, in color.
 
     Args:
-        functions: one `x -> spike`, several, or several by name.
+        functions: one `x -> spike`, several, or several by name; by default a name has the settings in it, `atan(alpha=3)`.
         span: from `-span` to `span`.
 
     Raises:
         PictureError: what is given is no function, or gives no gradient.
     """
-    named = _by_name(functions)
+    named = by_name(functions)
     span, points = number(span, "span", above=0.0), whole(points, "points", 2)
     curves = {name: _curve(name, function, torch.linspace(-span, span, points, dtype=torch.float64)) for name, function in named.items()}
     ax = _axes(ax)
@@ -182,9 +204,10 @@ def surrogate_curves(
         if not any((y == seen).all() for seen in steps):
             ax.plot(x, y, color=GREY, lw=1.6, label=None if steps else "spike", zorder=1)
             steps.append(y)
-        ax.plot(x, slope, color=COLORS[k % len(COLORS)], lw=1.6, label=name)
+        ax.plot(x, slope, color=COLORS[k % len(COLORS)], ls=DASHES[k // len(COLORS) % len(DASHES)], lw=1.6, label=name)
     ax.set(xlabel="distance to threshold", ylabel="spike; its gradient", xlim=(-span, span))
-    ax.legend()
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": "xx-small", "ncols": -(-len(curves) // 30)}
+    ax.legend(**(beside if len(curves) > 8 else {}))
     return ax
 
 
@@ -312,30 +335,7 @@ def _whole_numbers(*axes: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for axis in axes:
-        axis.set_major_locator(MaxNLocator("auto", integer=True))
-
-
-def _by_name(functions: Any) -> dict[str, Callable[[Tensor], Tensor]]:
-    if callable(functions):
-        functions = [functions]
-    if not isinstance(functions, (Mapping, list, tuple)) or not functions:
-        raise PictureError(f"surrogate_curves draws functions `x -> spike`, one or several, not {functions!r}")
-    named = functions if isinstance(functions, Mapping) else _numbered(functions)
-    for name, function in named.items():
-        if not callable(function):
-            raise PictureError(f"surrogate_curves draws functions `x -> spike`, and `{name}` is a {type(function).__name__}")
-    return dict(named)
-
-
-def _numbered(functions: Sequence[Any]) -> dict[str, Any]:
-    """By their names, told apart by a number where they are the same."""
-    named: dict[str, Any] = {}
-    for function in functions:
-        name, k = core_name(function), 2
-        while name in named:
-            name, k = f"{core_name(function)} {k}", k + 1
-        named[name] = function
-    return named
+        axis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
 
 
 def _curve(name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,16 @@ def rows(values: Any, what: str) -> numpy.ndarray:
     hint = "Choose a sample and flatten what is left: `spikes[:, 0].flatten(1)`."
     found = steps_of(values, what, "one sample, [T, n]", (1, 2), hint)
     return found[:, None] if found.ndim == 1 else found
+
+
+def spikes_of(found: numpy.ndarray, what: str) -> numpy.ndarray:
+    """Where there is one: whatever is not 0."""
+    import numpy as np
+
+    if found.dtype.kind == "f" and (unknown := int(np.isnan(found).sum())):
+        hint = "Look for where it begins: `flexsn.plot.traces` of the membrane."
+        raise PictureError(f"{what} draws spikes, and {unknown} of {found.size} values are NaN", hint=hint)
+    return found != 0
 
 
 def same(found: numpy.ndarray, like: numpy.ndarray, name: str) -> numpy.ndarray:
@@ -142,6 +153,47 @@ def points_of(given: Any, name: str) -> list[tuple[float, float]]:
             f"`{name}` must be a list of pairs, one value for each state, not {given!r}", hint=f"Write `{name}=[(0.0, 0.0)]`."
         )
     return [(number(a, name), number(b, name)) for a, b in given]
+
+
+# --- surrogates --------------------------------------------------------------------------------------------------------------
+def by_name(functions: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    if callable(functions):
+        functions = [functions]
+    if not isinstance(functions, (Mapping, list, tuple)) or not functions:
+        raise PictureError(f"surrogate_curves draws functions `x -> spike`, one or several, not {functions!r}")
+    named = functions if isinstance(functions, Mapping) else _numbered(functions)
+    for name, function in named.items():
+        if not callable(function):
+            raise PictureError(f"surrogate_curves draws functions `x -> spike`, and `{name}` is a {type(function).__name__}")
+    return dict(named)
+
+
+def _numbered(functions: Sequence[Any]) -> dict[str, Any]:
+    """By their names, told apart by a number where they are the same."""
+    named: dict[str, Any] = {}
+    for function in functions:
+        plain = _label(function)
+        name, k = plain, 2
+        while name in named:
+            name, k = f"{plain} {k}", k + 1
+        named[name] = function
+    return named
+
+
+def _label(function: Callable[..., Any]) -> str:
+    """Its name, and the settings that it was given: `atan(alpha=3)`."""
+    if not isinstance(function, functools.partial):
+        return core_name(function)
+    settings = [*map(_short, function.args), *(f"{name}={_short(value)}" for name, value in function.keywords.items())]
+    return f"{core_name(function)}({', '.join(settings)})" if settings else core_name(function)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.item():g}" if value.numel() == 1 else str(list(value.shape))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return core_name(value) if callable(value) else repr(value)
 
 
 # --- neurons of two states ----------------------------------------------------------------------------------------------------

@@ -4,22 +4,39 @@
 step is zero almost everywhere, and a surrogate puts a curve in its place. All take the distance to threshold `x` (any
 shape, same unit as the membrane) and return a tensor of its shape. Without `x` they return themselves with other
 settings: `atan(alpha=3.0)` is a spike function. Settings are numbers, or tensors that broadcast with `x`; they get no
-gradient, so one that requires grad is refused. All are stable: no overflow and no NaN for any finite `x`.
+gradient, so one that requires grad is refused; a tensor's values are looked at when the surrogate is made, `atan(alpha=a)`, not
+when it is called with `x`. All are stable: no overflow and no NaN for any finite `x`.
 docs/surrogates.md plots them and says what other packages call them.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
+import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, OperandTypeError, ParamGradientError
+from .errors import ArgumentError
+from .settings import (
+    ABOVE_ONE,
+    COUNT,
+    FINITE,
+    FUNCTION,
+    HEIGHT,
+    NOISE,
+    NOT_NEGATIVE,
+    NOT_ZERO,
+    POSITIVE,
+    SOME_SLOPE,
+    TERMS,
+    WINDOW,
+    refuse_learned,
+    takes,
+)
 
 __all__ = [
     "LSO", "SFS", "SSO", "atan", "custom_surrogate", "deterministic_pass", "erf", "fake_numerical_gradient", "fast_sigmoid", "gaussian",
@@ -92,88 +109,6 @@ def _spike(x: Tensor, gradient: Function, inclusive: bool) -> Tensor:
     return _apply(x, _reaches if inclusive else _exceeds, gradient)
 
 
-# --- settings: what they may be -----------------------------------------------------------------------------------------------
-class _Rule(NamedTuple):
-    """What a setting has to be, in words and as a test."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-def _number(value: Any) -> bool:
-    """A finite number of Python or numpy; no bool."""
-    if isinstance(value, bool) or not (isinstance(value, (int, float)) or (hasattr(value, "__float__") and not getattr(value, "ndim", 0))):
-        return False
-    return value == value and abs(value) != math.inf
-
-
-_FINITE = _Rule("a finite number", _number)
-_POSITIVE = _Rule("a finite number above 0", lambda v: _number(v) and v > 0)
-_NOT_NEGATIVE = _Rule("a finite number, 0 or above", lambda v: _number(v) and v >= 0)
-_ABOVE_ONE = _Rule("a finite number above 1", lambda v: _number(v) and v > 1)
-_COUNT = _Rule("an int, 1 or above", lambda v: isinstance(v, int) and v >= 1 and not isinstance(v, bool))
-_TERMS = _Rule("an int, 2 or above: its gradient has n - 1 terms", lambda v: isinstance(v, int) and v >= 2)
-_HEIGHT = _Rule("None or a finite number above 0", lambda v: v is None or (_number(v) and v > 0))
-_WINDOW = _Rule("None or a pair of numbers", lambda v: v is None or (isinstance(v, (tuple, list)) and len(v) == 2))
-_FUNCTION = _Rule("a function of x", callable)
-_NOISE = _Rule("a tensor, torch.rand_like(x) of the whole sequence", lambda v: isinstance(v, Tensor))
-_FLAG = _Rule("True or False", lambda v: isinstance(v, bool))
-
-
-def _check(spike: str, rules: dict[str, _Rule], settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        rule = rules.get(name)
-        if rule is None:
-            raise ArgumentError(f"{spike} has no setting `{name}`; it takes {', '.join(rules) or 'none'}")
-        if isinstance(value, Tensor) and rule is not _NOISE:
-            if value.requires_grad and torch.is_grad_enabled():
-                _refuse_learned(spike, f"setting `{name}`", value)
-        elif not rule.holds(value):
-            raise ArgumentError(f"{spike} needs {name} to be {rule.words}, not {value!r}")
-
-
-def _refuse_learned(spike: str, what: str, value: Tensor) -> None:
-    """Every operand of a traced core requires grad: there the eager loop can tell."""
-    traced = type(value) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    raise (ParamGradientError if traced else ArgumentError)(
-        f"{what} of {spike} {'depends on an operand' if traced else 'requires grad'}, but gets no gradient: no spike depends on it",
-        hint=f"Write `.detach()`. To learn how steep a surrogate is, scale the distance to threshold: `{spike}(w * x)`.",
-    )
-
-
-def _surrogate(**rules: _Rule) -> Callable[[Callable[..., Tensor]], Callable[..., Any]]:
-    """A function of `x` and settings, of which `rules` says what they may be. Called without `x`, it returns itself with other
-    settings."""
-
-    def decorate(function: Callable[..., Tensor]) -> Callable[..., Any]:
-        name, parameters = function.__name__, list(inspect.signature(function).parameters.values())[1:]
-        names = [p.name for p in parameters]
-        required = [p.name for p in parameters if p.default is p.empty]
-        checked = rules | {"inclusive": _FLAG} if "inclusive" in names else rules
-
-        @functools.wraps(function)
-        def spike(x: Tensor | None = None, *args: Any, **settings: Any) -> Any:
-            if len(args) > len(rules):
-                raise ArgumentError(f"{name} takes {len(rules)} settings by position, but was given {len(args)}")
-            settings |= dict(zip(names, args, strict=False))
-            _check(name, checked, settings)
-            if x is None:
-                return functools.partial(spike, **settings)
-            if not isinstance(x, Tensor):
-                raise OperandTypeError(
-                    f"the surrogate {name} takes a tensor first, not {type(x).__name__}",
-                    hint="Make it a tensor, `torch.as_tensor(value)`; settings go by name, as in `atan(alpha=3.0)`.",
-                )
-            for needed in required:
-                if needed not in settings:
-                    raise ArgumentError(f"{name} needs {needed}: {checked[needed].words}")
-            return function(x, **settings)
-
-        return spike
-
-    return decorate
-
-
 def _choose(condition: Tensor, yes: float, no: float, x: Tensor) -> Tensor:
     """`torch.where` of two numbers, in the dtype of `x`."""
     mask = condition.to(x.dtype)
@@ -185,13 +120,13 @@ def _square(x: Tensor) -> Tensor:
 
 
 # --- bumps: symmetric, falling on both sides of the threshold ---------------------------------------------------------------
-@_surrogate(alpha=_POSITIVE)
+@takes(alpha=POSITIVE)
 def atan(x: Tensor, alpha: float = 2.0, *, inclusive: bool = True) -> Tensor:
     """Arctangent surrogate (Fang et al., ICCV 2021): gradient `(alpha / 2) / (1 + (pi / 2 * alpha * x)^2)`."""
     return _spike(x, lambda x: (0.5 * alpha) / (1.0 + _square((0.5 * math.pi * alpha) * x)), inclusive)
 
 
-@_surrogate(alpha=_POSITIVE)
+@takes(alpha=POSITIVE)
 def sigmoid(x: Tensor, alpha: float = 4.0, *, inclusive: bool = True) -> Tensor:
     """Sigmoid surrogate: gradient `alpha * s * (1 - s)` with `s = sigmoid(alpha * x)`."""
 
@@ -202,13 +137,13 @@ def sigmoid(x: Tensor, alpha: float = 4.0, *, inclusive: bool = True) -> Tensor:
     return _spike(x, gradient, inclusive)
 
 
-@_surrogate(slope=_NOT_NEGATIVE)
+@takes(slope=NOT_NEGATIVE)
 def fast_sigmoid(x: Tensor, slope: float = 25.0, *, inclusive: bool = True) -> Tensor:
     """Fast-sigmoid surrogate (Zenke & Vogels, 2021): gradient `1 / (1 + slope * |x|)^2`."""
     return _spike(x, lambda x: 1.0 / _square(1.0 + slope * x.abs()), inclusive)
 
 
-@_surrogate(beta=_POSITIVE, height=_HEIGHT)
+@takes(beta=POSITIVE, height=HEIGHT)
 def super_spike(x: Tensor, beta: float = 10.0, height: float | None = None, *, inclusive: bool = True) -> Tensor:
     """SuperSpike surrogate (Zenke & Ganguli, Neural Computation 2018): gradient `height / (1 + beta * |x|)^2`; `height` is `beta`
     unless given."""
@@ -216,101 +151,101 @@ def super_spike(x: Tensor, beta: float = 10.0, height: float | None = None, *, i
     return _spike(x, lambda x: top / _square(1.0 + beta * x.abs()), inclusive)
 
 
-@_surrogate(alpha=_POSITIVE)
+@takes(alpha=POSITIVE)
 def soft_sign(x: Tensor, alpha: float = 2.0, *, inclusive: bool = True) -> Tensor:
     """Soft-sign surrogate: gradient `(alpha / 2) / (1 + alpha * |x|)^2`."""
     return _spike(x, lambda x: (0.5 * alpha) / _square(1.0 + alpha * x.abs()), inclusive)
 
 
-@_surrogate(width=_POSITIVE)
+@takes(width=POSITIVE)
 def piecewise_linear(x: Tensor, width: float = 1.0, *, inclusive: bool = True) -> Tensor:
     """Triangular surrogate (Esser et al., PNAS 2016): gradient `max(0, 1 - |x| / width) / width`."""
     return _spike(x, lambda x: ((1.0 - x.abs() / width) / width).clamp(min=0.0), inclusive)
 
 
-@_surrogate(alpha=_POSITIVE)
+@takes(alpha=POSITIVE)
 def piecewise_quadratic(x: Tensor, alpha: float = 1.0, *, inclusive: bool = True) -> Tensor:
     """Piecewise quadratic surrogate (Neftci, Mostafa & Zenke, IEEE SPM 2019): gradient `max(0, alpha - alpha^2 * |x|)`; the
     same triangle as `piecewise_linear(width=1 / alpha)`."""
-    return _spike(x, lambda x: (alpha - (alpha * alpha) * x.abs()).clamp(min=0.0), inclusive)
+    return _spike(x, lambda x: (alpha * (1.0 - alpha * x.abs())).clamp(min=0.0), inclusive)
 
 
-@_surrogate(alpha=_POSITIVE)
+@takes(alpha=POSITIVE)
 def piecewise_exp(x: Tensor, alpha: float = 1.0, *, inclusive: bool = True) -> Tensor:
     """Two-sided exponential surrogate (Shrestha & Orchard, NeurIPS 2018): gradient `alpha / 2 * exp(-alpha * |x|)`."""
     return _spike(x, lambda x: (0.5 * alpha) * torch.exp(-alpha * x.abs()), inclusive)
 
 
-@_surrogate(sigma=_POSITIVE)
+@takes(sigma=POSITIVE)
 def gaussian(x: Tensor, sigma: float = 0.5, *, inclusive: bool = True) -> Tensor:
     """Gaussian surrogate (Yin, Corradi & Bohte, 2021): gradient is the normal density of width `sigma` at `x`."""
     height = 1.0 / (sigma * math.sqrt(2.0 * math.pi))
     return _spike(x, lambda x: torch.exp(-0.5 * _square(x / sigma)) * height, inclusive)
 
 
-@_surrogate(alpha=_POSITIVE)
+@takes(alpha=POSITIVE)
 def erf(x: Tensor, alpha: float = 2.0, *, inclusive: bool = True) -> Tensor:
     """Error-function surrogate (Esser et al., NeurIPS 2015; Wu et al., 2018): gradient `alpha / sqrt(pi) * exp(-(alpha * x)^2)`."""
     return _spike(x, lambda x: torch.exp(-_square(alpha * x)) * (alpha / math.sqrt(math.pi)), inclusive)
 
 
-@_surrogate(alpha=_POSITIVE)
+@takes(alpha=POSITIVE)
 def rect(x: Tensor, alpha: float = 1.0, *, inclusive: bool = True) -> Tensor:
     """Rectangular surrogate (Wu et al., Front. Neurosci. 2018): gradient `alpha` where `|x| < 1 / (2 alpha)`, else 0."""
     return _spike(x, lambda x: alpha * (x.abs() < 0.5 / alpha).to(x.dtype), inclusive)
 
 
-@_surrogate(alpha=_POSITIVE)
+@takes(alpha=POSITIVE)
 def nonzero_sign_log_abs(x: Tensor, alpha: float = 1.0, *, inclusive: bool = True) -> Tensor:
     """Logarithmic surrogate: gradient `1 / (1 / alpha + |x|)`, whose area is not finite."""
     return _spike(x, lambda x: 1.0 / (1.0 / alpha + x.abs()), inclusive)
 
 
-@_surrogate(alpha=_ABOVE_ONE)
+@takes(alpha=ABOVE_ONE)
 def q_pseudo_spike(x: Tensor, alpha: float = 2.0, *, inclusive: bool = True) -> Tensor:
     """q-PseudoSpike (Herranz-Celotti & Rouat, 2022): gradient `(1 + 2 |x| / (alpha - 1))^(-alpha)`; `alpha > 1` is the weight of its
     tails."""
     return _spike(x, lambda x: (1.0 + (2.0 / (alpha - 1.0)) * x.abs()) ** -alpha, inclusive)
 
 
-@_surrogate(alpha=_POSITIVE)
+@takes(alpha=POSITIVE)
 def fake_numerical_gradient(x: Tensor, alpha: float = 0.3, *, inclusive: bool = True) -> Tensor:
     """Secant of the step: gradient `min(1 / |x|, alpha)`."""
     return _spike(x, lambda x: (1.0 / x.abs()).clamp(max=alpha), inclusive)
 
 
 # --- one side differs from the other ----------------------------------------------------------------------------------------
-@_surrogate(w=_POSITIVE, c=_FINITE)
+@takes(w=POSITIVE, c=FINITE)
 def piecewise_leaky_relu(x: Tensor, w: float = 1.0, c: float = 0.01, *, inclusive: bool = True) -> Tensor:
     """Rectangle with a floor (Yin et al., 2017; Huh & Sejnowski, 2018; Wu et al., 2018): gradient `1 / (2 w)` where `|x| < w`, else `c`."""
     return _spike(x, lambda x: _choose(x.abs() < w, 0.5 / w, c, x), inclusive)
 
 
-@_surrogate(leak=_FINITE, k=_FINITE)
+@takes(SOME_SLOPE, leak=FINITE, k=FINITE)
 def leaky_k_relu(x: Tensor, leak: float = 0.0, k: float = 1.0, *, inclusive: bool = True) -> Tensor:
     """Leaky-ReLU surrogate: gradient `k` where it spikes, else `leak`."""
     return _spike(x, lambda x: _choose((x >= 0) if inclusive else (x > 0), k, leak, x), inclusive)
 
 
-@_surrogate(slope=_FINITE)
+@takes(slope=FINITE)
 def LSO(x: Tensor, slope: float = 0.1, *, inclusive: bool = True) -> Tensor:
     """Leaky spike operator: gradient 1 where it spikes, else `slope`; `leaky_k_relu(leak=slope)`."""
     return _spike(x, lambda x: _choose((x >= 0) if inclusive else (x > 0), 1.0, slope, x), inclusive)
 
 
-@_surrogate()
+@takes()
 def heaviside(x: Tensor, *, inclusive: bool = True) -> Tensor:
     """The step as its own gradient: 1 where it spikes, else 0."""
     return _spike(x, _reaches if inclusive else _exceeds, inclusive)
 
 
-@_surrogate(alpha=_FINITE)
+@takes(alpha=FINITE)
 def log_tailed_relu(x: Tensor, alpha: float = 0.0, *, inclusive: bool = True) -> Tensor:
     """Log-tailed ReLU (Cai et al., CVPR 2017): gradient `alpha` for `x <= 0`, 1 up to 1, then `1 / x`."""
     return _spike(x, lambda x: torch.where(x <= 0, alpha, 1.0 / x.clamp(min=1.0)), inclusive)
 
 
-@_surrogate(alpha=_POSITIVE, beta=_NOT_NEGATIVE)
+@takes(alpha=POSITIVE, beta=NOT_NEGATIVE)
 def s2nn(x: Tensor, alpha: float = 4.0, beta: float = 1.0, *, inclusive: bool = True) -> Tensor:
     """S2NN (Suetake et al., Neural Networks 2023): gradient of `sigmoid(alpha * x)` for `x < 0`, else `beta / (1 + x)`."""
 
@@ -321,19 +256,19 @@ def s2nn(x: Tensor, alpha: float = 4.0, beta: float = 1.0, *, inclusive: bool = 
     return _spike(x, gradient, inclusive)
 
 
-@_surrogate(beta=_NOT_NEGATIVE, slope=_POSITIVE)
+@takes(beta=NOT_NEGATIVE, slope=POSITIVE)
 def spike_rate_escape(x: Tensor, beta: float = 1.0, slope: float = 25.0, *, inclusive: bool = True) -> Tensor:
     """Escape-rate surrogate (Gerstner & Kistler, 2002): gradient `slope * exp(-beta * |x - 1|)`, whose peak lies 1 above threshold."""
     return _spike(x, lambda x: slope * torch.exp(-beta * (x - 1.0).abs()), inclusive)
 
 
-@_surrogate(slope=_NOT_NEGATIVE, B=_FINITE)
+@takes(slope=NOT_NEGATIVE, B=FINITE)
 def SFS(x: Tensor, slope: float = 25.0, B: float = 1.0, *, inclusive: bool = True) -> Tensor:
     """Sparse fast sigmoid (Perez-Nieves & Goodman, NeurIPS 2021): the gradient of `fast_sigmoid` where `x > B`, else 0."""
     return _spike(x, lambda x: (x > B).to(x.dtype) / _square(1.0 + slope * x.abs()), inclusive)
 
 
-@_surrogate(threshold=_FINITE)
+@takes(threshold=NOT_ZERO)
 def triangular(x: Tensor, threshold: float = 1.0, *, inclusive: bool = True) -> Tensor:
     """The step of a triangle's slope, as snnTorch has it: gradient `threshold` below threshold, `-threshold` from there on.
 
@@ -342,7 +277,7 @@ def triangular(x: Tensor, threshold: float = 1.0, *, inclusive: bool = True) -> 
     return _spike(x, lambda x: _choose(x >= 0, -threshold, threshold, x), inclusive)
 
 
-@_surrogate(n=_TERMS, T_period=_POSITIVE)
+@takes(n=TERMS, T_period=POSITIVE)
 def squarewave_fourier_series(x: Tensor, n: int = 2, T_period: float = 8.0, *, inclusive: bool = True) -> Tensor:
     """Fourier series of a square wave of period `T_period`: gradient `4 / T_period * sum(cos(2 pi (2 i - 1) x / T_period))` over
     `i = 1 .. n - 1`. Negative in places, and periodic."""
@@ -356,7 +291,7 @@ def squarewave_fourier_series(x: Tensor, n: int = 2, T_period: float = 8.0, *, i
 
 
 # --- gradients that pass ----------------------------------------------------------------------------------------------------
-@_surrogate()
+@takes()
 def straight_through(x: Tensor, *, inclusive: bool = True) -> Tensor:
     """Straight-through estimator (Bengio, Leonard & Courville, 2013): gradient 1 everywhere."""
     return _spike(x, lambda x: 1.0, inclusive)
@@ -365,7 +300,7 @@ def straight_through(x: Tensor, *, inclusive: bool = True) -> Tensor:
 straight_through_estimator = deterministic_pass = straight_through
 
 
-@_surrogate(max_spike_count=_COUNT, grad_window=_WINDOW)
+@takes(max_spike_count=COUNT, grad_window=WINDOW)
 def multi_level_spike_count(x: Tensor, max_spike_count: int = 1, grad_window: tuple[float, float] | None = None) -> Tensor:
     """Several spikes in a step: `x` rounded to the nearest integer from 0 to `max_spike_count` (halves to the even one, so
     `max_spike_count=1` spikes where `x > 0.5`); gradient 1 within `grad_window`, by default `[0, max_spike_count]`, else 0."""
@@ -377,7 +312,7 @@ def multi_level_spike_count(x: Tensor, max_spike_count: int = 1, grad_window: tu
     )
 
 
-@_surrogate(gradient=_FUNCTION)
+@takes(gradient=FUNCTION)
 def custom_surrogate(x: Tensor, gradient: Function, *, inclusive: bool = True) -> Tensor:
     """A spike with a gradient of your own: `gradient(x)`, elementwise."""
     return _spike(x, functools.partial(_unlearned, gradient), inclusive)
@@ -386,20 +321,24 @@ def custom_surrogate(x: Tensor, gradient: Function, *, inclusive: bool = True) -
 def _unlearned(gradient: Function, x: Tensor) -> Any:
     with torch.enable_grad():
         slope = gradient(x.detach())
+    if not isinstance(slope, (Tensor, numbers.Real)):
+        raise ArgumentError(
+            f"the `gradient` of custom_surrogate returned {type(slope).__name__}, not a tensor", hint="It takes `x` and returns its slope."
+        )
     if isinstance(slope, Tensor) and slope.requires_grad:
-        _refuse_learned("custom_surrogate", "the `gradient`", slope)
+        refuse_learned("custom_surrogate", "the `gradient`", slope)
     return gradient(x) if torch.is_grad_enabled() else slope
 
 
 # --- with noise, which is an operand: a kernel draws no random numbers --------------------------------------------------------
-@_surrogate(noise=_NOISE)
+@takes(noise=NOISE)
 def poisson_pass(x: Tensor, noise: Tensor) -> Tensor:
     """A spike with probability `x`: 1 where `x > noise`, with `noise` uniform in [0, 1); gradient 1. Pass `torch.rand_like(x)` of the
     whole sequence as another input of the core."""
     return _spike(x - noise.detach(), lambda x: 1.0, False)
 
 
-@_surrogate(noise=_NOISE, mean=_FINITE, variance=_FINITE)
+@takes(noise=NOISE, mean=FINITE, variance=FINITE)
 def SSO(x: Tensor, noise: Tensor, mean: float = 0.0, variance: float = 0.2, *, inclusive: bool = True) -> Tensor:
     """Stochastic spike operator: gradient 1 where it spikes, else `(noise - 0.5 + mean) * variance` with `noise` uniform in [0, 1)."""
     s = (_reaches if inclusive else _exceeds)(x).detach()

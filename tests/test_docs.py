@@ -75,6 +75,7 @@ def test_pages_of_the_zoo_are_those_of_the_code():
         n for n, c in vars(flexsn.neurons).items() if isinstance(c, type) and n not in ("Neuron", "Synaptic")
     }
     assert set(zoo.PEERS) == set(flexsn.surrogate.__all__) - {"straight_through_estimator", "deterministic_pass"}
+    assert set(zoo.CURVES) == set(zoo.PEERS) - {"custom_surrogate"}, "the page says that the plot has all but that one"
 
 
 def test_arguments_of_every_neuron_are_those_that_it_takes():
@@ -94,6 +95,11 @@ def test_links_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    listed = re.findall(r"^ +- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1], flags=re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")  # PyTorch's own, 2.13

@@ -557,6 +557,28 @@ def test_a_line_with_one_statement_names_its_value():
     assert {label for label, kind in made.drawing.boxes.values() if kind == "value"} == {"h", "s"}
 
 
+def several_by_one_name(x, v, w):
+    both = [state + x for state in (v, w)]
+    pair = both[0] * 2.0, both[1] * 3.0
+    total = sum([2.0 * x for x in pair])
+    return total, *both
+
+
+def test_a_name_of_several_values_is_none_of_them():
+    drawing = flexsn.explain(several_by_one_name, sequence(), measure=False).drawing
+    assert {label for label, kind in drawing.boxes.values() if kind == "value"} == {"total"}
+    (total,) = (key for key, (label, _) in drawing.boxes.items() if label == "total")
+    from_states = {("x0", "out:v0"), ("v0", "out:v0"), ("x0", "out:v1"), ("v1", "out:v1")}
+    assert set(drawing.edges) == from_states | {("x0", total), ("v0", total), ("v1", total), (total, "out:y0")}
+
+
+def test_gates_of_hodgkin_and_huxley_depend_alike():
+    drawing = flexsn.explain(flexsn.HodgkinHuxley(), torch.rand(4, 3), measure=False).drawing
+    assert "gates" not in {label for label, _ in drawing.boxes.values()}
+    for k in (1, 2, 3):
+        assert {source for source, target in drawing.edges if target == f"out:v{k}"} == {"v0", f"v{k}"}
+
+
 @pytest.mark.parametrize("given", ["states", "params"])
 def test_a_network_has_its_own_states_and_params(given):
     net = nn.Sequential(nn.Linear(4, 3), flexsn.LIF())

@@ -70,7 +70,8 @@ def test_packages_are_shipped():
 
 
 def test_errors_and_opset_stand_alone():
-    assert MODULES["errors"] == set() and MODULES["opset"] == set() and MODULES["surrogate"] == {"errors"}
+    assert MODULES["errors"] == set() and MODULES["opset"] == set() and MODULES["surrogate"] == {"errors", "settings"}
+    assert MODULES["settings"] == {"_compat", "errors"} and [n for n, found in MODULES.items() if "settings" in found] == ["surrogate"]
 
 
 def test_neurons_stand_on_the_module_and_the_surrogates():

@@ -148,7 +148,8 @@ def test_on_the_meta_device_values_are_not_asked():
 
 
 def test_parametric_lif_takes_tau_in_place_of_w():
-    assert [*inspect.signature(flexsn.ParametricLIF).parameters][:2] == ["tau", "v_threshold"]
+    parameters = inspect.signature(flexsn.ParametricLIF).parameters
+    assert [*parameters][:2] == ["tau", "v_threshold"] and parameters["learn_tau"].default is True
     for options in ({}, {"learn_tau": True}, {"learn": "tau"}, {"learn": ("tau", "v_threshold")}):
         neuron = flexsn.ParametricLIF(tau=3.0, **options)
         names = {n for n, _ in neuron.named_parameters()}
@@ -170,6 +171,47 @@ def test_options_that_are_no_options():
             flexsn.LIF(learn=wrong)
     with pytest.raises(ArgumentError, match="surrogate must be a function"):
         flexsn.LIF(surrogate=nn.Sigmoid)
+    with pytest.raises(ArgumentError, match=r"ParametricLIF learns its time constant in any case\n.*`flexsn.LIF\(tau=...\)`"):
+        flexsn.ParametricLIF(learn_tau=False)
+
+
+@pytest.mark.parametrize("channels", [numpy.int64(4), numpy.int32(4), numpy.array(4)], ids=lambda n: type(n).__name__)
+def test_channels_may_be_a_number_of_numpy(channels):
+    neuron = flexsn.LIF(learn_tau=True, per_channel=channels, **EAGER)
+    assert type(neuron.per_channel) is int and neuron(torch.rand(5, 2, 4, 3)).shape == (5, 2, 4, 3)
+
+
+def test_what_is_counted_is_not_learned():
+    for options in ({"learn": "refractory"}, {"learn": ("tau", "refractory")}, {"refractory": nn.Parameter(torch.tensor(2.0))}):
+        with pytest.raises(ArgumentError, match="RefractoryLIF cannot learn `refractory`: no spike has a gradient by it"):
+            flexsn.RefractoryLIF(**options)
+    neuron = flexsn.RefractoryLIF(refractory=torch.tensor([1.0, 2.0, 3.0]), per_channel=3, learn_tau=True, **EAGER)
+    assert {n for n, _ in neuron.named_parameters()} == {"captured.tau"}
+
+
+@pytest.mark.parametrize("k", [0, 0.0, torch.tensor(0.0), torch.tensor([0.5, 0.0])], ids=repr)
+def test_a_gain_of_nothing_is_refused(k):
+    """The membrane would be `relu(0 h)`, whose gradient by `k` is 0 too; with `scale_reset`, NaN."""
+    for scale_reset in (False, True):
+        with pytest.raises(ArgumentError, match="KLIF: k must not be 0"):
+            flexsn.KLIF(k=k, scale_reset=scale_reset)
+    assert flexsn.KLIF(k=-0.5).k == -0.5
+
+
+def test_an_integer_tensor_that_is_learned_becomes_a_float():
+    neuron = flexsn.LIF(tau=torch.tensor(3), learn_tau=True, **EAGER)
+    assert neuron.tau.dtype is torch.get_default_dtype() and neuron.tau.requires_grad
+    assert torch.equal(neuron(X), flexsn.LIF(tau=3.0, **EAGER)(X))
+    assert flexsn.LIF(tau=torch.tensor(3), **EAGER).tau.dtype is torch.int64
+
+
+@pytest.mark.parametrize("shapes", [((9, 2, 4, 5), (9, 2, 4)), ((9, 2, 4), (9, 2, 4, 5)), ((9,), (9, 2, 4, 4))], ids=str)
+def test_inputs_of_a_layer_per_channel_have_as_many_dims(shapes):
+    neuron = flexsn.TwoCompartmentLIF(learn_tau=True, per_channel=4, **EAGER)
+    x, x_dend = map(torch.rand, shapes)
+    with pytest.raises(flexsn.errors.ShapeMismatchError, match=r"per_channel=4, but inputs have steps of shapes .*\n.*as many dimensions"):
+        neuron(x, x_dend)
+    assert neuron(torch.rand(9, 2, 4, 5), torch.rand(9, 2, 4, 1)).shape == (9, 2, 4, 5)
 
 
 def test_learned_arguments():

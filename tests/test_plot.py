@@ -430,7 +430,7 @@ def test_what_is_no_surrogate_is_refused(ax):
         plot.surrogate_curves(surrogate.poisson_pass, ax=ax)
     assert not ax.has_data()
     plot.surrogate_curves([surrogate.atan, surrogate.atan(alpha=5.0)], ax=ax)
-    assert [line.get_label() for line in ax.lines] == ["spike", "atan", "atan 2"], "each is drawn, whatever its name"
+    assert [line.get_label() for line in ax.lines] == ["spike", "atan", "atan(alpha=5)"]
 
 
 def test_phase_planes_are_those_of_one_neuron_of_two_states(ax):

@@ -256,7 +256,8 @@ REFUSED = {  # values that the formula cannot take; numbers that are not finite 
     ("fast_sigmoid slope", "SFS slope", "spike_rate_escape beta", "s2nn beta"): (-1.0,),
     ("n",): (1, 0, 2.5),
     ("max_spike_count",): (0, 1.5),
-    ("grad_window",): (1.0, (0.0,)),
+    ("triangular threshold",): (0, 0.0),
+    ("grad_window",): (1.0, (0.0,), (5, 2), (1.0, 1.0), (NAN, 1.0), ("0", 1.0)),
     ("gradient",): (1.0, None),
     ("noise",): (0.5, None),
     ("inclusive",): (0, 1.0, None),
@@ -288,12 +289,6 @@ def test_settings_that_are_missing_are_named():
     for name in ("custom_surrogate", "poisson_pass", "SSO"):
         with pytest.raises(ArgumentError, match=f"{name} needs {OPERAND_NAMES[name]}: "):
             getattr(surrogate, name)(X)
-
-
-def test_settings_may_be_numbers_of_numpy_and_tensors():
-    for value in (numpy.float32(3.0), numpy.float64(3.0), numpy.array(3.0), numpy.int64(3), torch.tensor(3.0), torch.full((601,), 3.0)):
-        for atan in (surrogate.atan(alpha=value), surrogate.atan(None, value)):
-            torch.testing.assert_close(gradient(atan, X), gradient(surrogate.atan, X, 3.0), rtol=1e-6, atol=1e-7)
 
 
 # --- a spike does not depend on the shape of its surrogate: nothing there can be learned ----------------------------------------

@@ -55,7 +55,7 @@ PEERS = {  # name here: (SpikingJelly, snnTorch); after a colon: what must be gi
     "SSO": ("", "`SSO()`"),
 }
 OPTIONS = [n for n, p in inspect.signature(flexsn.neurons.Neuron.__init__).parameters.items() if p.kind is p.KEYWORD_ONLY]
-CURVES = [n for n in PEERS if n not in ("multi_level_spike_count", "custom_surrogate", "poisson_pass", "SSO")]
+CURVES = [n for n in PEERS if n != "custom_surrogate"]
 
 
 def paragraphs(thing) -> list[str]:
@@ -121,7 +121,8 @@ def plot(path: Path) -> None:
     figure, axes = plt.subplots(rows, columns, figsize=(2.5 * columns, 1.7 * rows), sharex=True, layout="constrained")
     x = torch.linspace(-4.0, 4.0, 3201, dtype=torch.float64, requires_grad=True)
     for axis, name in zip(axes.flat, CURVES, strict=False):
-        (gradient,) = torch.autograd.grad(getattr(surrogate, name)(x).sum(), x)
+        noise = [torch.rand(x.shape, generator=torch.Generator().manual_seed(0))] if name in ("poisson_pass", "SSO") else []
+        (gradient,) = torch.autograd.grad(getattr(surrogate, name)(x, *noise).sum(), x)
         axis.axvline(0.0, color="0.8", linewidth=0.8)
         axis.axhline(0.0, color="0.8", linewidth=0.8)
         axis.plot(x.detach(), gradient, color="C0", linewidth=1.5)

@@ -16,13 +16,16 @@ def alif(
     surrogate: Surrogate = atan,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Adaptive LIF (the neuron of the LSNN): `lif` whose threshold is `v_threshold + beta a`; `a` decays with `tau_adapt`
-    and every spike adds 1 to it. A soft reset subtracts the raised threshold.
+    and every spike adds 1 to it. A step decays `a` first, so a spike raises the threshold of the next step by
+    `beta (1 - 1 / tau_adapt)`. A soft reset subtracts the raised threshold.
 
     Args:
         tau_adapt: time constant of the adaptation, in steps.
         beta: how much a spike raises the threshold.
 
-    Source: Bellec et al., NeurIPS 2018, arXiv:1803.09574; in this form Bellec et al., Nat. Commun. 11, 3625, 2020 (e-prop).
+    Source: Bellec et al., NeurIPS 2018, arXiv:1803.09574, in the form that Norse gives it. In Bellec et al., Nat. Commun. 11,
+    3625, 2020 (e-prop) a spike counts in full first, `A = v_th + beta a`, then `a = rho a + z`: with `rho = 1 - 1 / tau_adapt`, their
+    beta is `rho` times the one here.
     """
     a = a - a / tau_adapt
     threshold = v_threshold + beta * a

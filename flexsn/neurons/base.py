@@ -39,24 +39,26 @@ class Neuron(FlexSN):
     step: ClassVar[Callable[..., Any]]
     start: ClassVar[tuple[str | float | Callable[..., Any], ...]] = ()
     always: ClassVar[tuple[str, ...]] = ()
+    never: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(
         cls, core: Callable[..., Any] | None = None, start: Sequence[str | float | Callable[..., Any]] = (), always: Sequence[str] = (),
-        **kwargs: Any,
+        never: Sequence[str] = (), **kwargs: Any,
     ) -> None:  # fmt: skip
         """`start`: for each state the name of the argument that it starts from, a number, or a function of the neuron;
-        `always`: what is learned in any case."""
+        `always`: what is learned in any case; `never`: what no spike's gradient reaches."""
         super().__init_subclass__(**kwargs)
         if core is None:
             return
-        cls.step, cls.start, cls.always = staticmethod(core), tuple(start), tuple(always)
+        cls.step, cls.start, cls.always, cls.never = staticmethod(core), tuple(start), tuple(always), tuple(never)
         given = [p for p in inspect.signature(core).parameters.values() if p.default is not p.empty]
         cls.defaults = {p.name: p.default for p in given}
         options = [p for p in inspect.signature(Neuron.__init__).parameters.values() if p.kind is p.KEYWORD_ONLY]
         if "__init__" in vars(cls):  # whose arguments stand for what is always learned
             own = [p for p in inspect.signature(cls.__init__).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
             given = [*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in given if p.name not in cls.always)]
+            options = [p.replace(default=True) if p.name == "learn_tau" else p for p in options]
         cls.__signature__ = inspect.Signature([*given, *options])  # type: ignore[attr-defined]  # what `inspect` asks for
         for name in cls.defaults:
             setattr(cls, name, property(functools.partial(_get, name=name), functools.partial(_set, name=name)))
@@ -68,7 +70,7 @@ class Neuron(FlexSN):
     ):  # fmt: skip
         cls = type(self)
         values = self._arguments(args, kwargs)
-        _check_channel_count(cls, per_channel)
+        per_channel = _channel_count(cls, per_channel)
         learned = _learned(cls, values, learn, learn_tau)
         values = {n: _value(f"{cls.__name__}: {n}", v, n in learned, per_channel) for n, v in values.items()}
         if per_channel is not None and not any(isinstance(v, Tensor) for v in values.values()):
@@ -90,13 +92,15 @@ class Neuron(FlexSN):
         return super().forward(*inputs, **named)
 
     def _check_channels(self, inputs: Sequence[Any]) -> None:
-        for x in inputs:
-            step = x.shape[self.step_mode == "m" :] if isinstance(x, Tensor) else ()
-            if len(step) and step[min(1, len(step) - 1)] not in (self.per_channel, 1):
-                raise ShapeMismatchError(
-                    f"{type(self).__name__} has per_channel={self.per_channel}, but an input has steps of shape {list(step)}",
-                    hint="Channels are dim 1 of a step: inputs are [T, B, C, *], or [T, C].",
-                )
+        has = f"{type(self).__name__} has per_channel={self.per_channel}, but"
+        steps = [list(x.shape[self.step_mode == "m" :]) for x in inputs if isinstance(x, Tensor)]
+        for step in steps:
+            if step and step[min(1, len(step) - 1)] not in (self.per_channel, 1):
+                hint = "Channels are dim 1 of a step: inputs are [T, B, C, *], or [T, C]."
+                raise ShapeMismatchError(f"{has} an input has steps of shape {step}", hint=hint)
+        if len({len(step) for step in steps}) > 1:
+            hint = "Channels are dim 1 of every step: give all inputs as many dimensions, some of size 1."
+            raise ShapeMismatchError(f"{has} inputs have steps of shapes {', '.join(map(str, steps))}", hint=hint)
 
     def _arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Every argument of the core by name: what was given, and the defaults of the rest."""
@@ -201,9 +205,14 @@ def _check(cls: type[Neuron], name: str, value: Any) -> None:
         least = smallest(value)
         if not least > 0:
             raise ArgumentError(f"{cls.__name__}: {name} must be positive{_DIVISORS.get(name, ' (it is in steps)')}, not {least:g}")
+    if name in _GAINS and not smallest(value != 0):
+        raise ArgumentError(f"{cls.__name__}: {name} must not be 0: the membrane would stay 0, and nothing would be learned")
+    if name in cls.never and isinstance(value, Tensor) and value.requires_grad:
+        _refuse_learned(cls, name)
 
 
 _DIVISORS = {"tau_w": " (it is in ms)", "c_m": "", "delta_t": "", "dt": " (it is in ms)"}
+_GAINS = ("k",)
 
 
 def smallest(value: float | Tensor) -> float:
@@ -215,9 +224,15 @@ def smallest(value: float | Tensor) -> float:
     return value.detach().amin().item()
 
 
-def _check_channel_count(cls: type[Neuron], channels: Any) -> None:
+def _refuse_learned(cls: type[Neuron], name: str) -> None:
+    raise ArgumentError(f"{cls.__name__} cannot learn `{name}`: no spike has a gradient by it", hint="Choose it, as a number or a tensor.")
+
+
+def _channel_count(cls: type[Neuron], channels: Any) -> int | None:
+    channels = plain(channels)
     if channels is not None and (isinstance(channels, bool) or not isinstance(channels, int) or channels < 1):
         raise ArgumentError(f"{cls.__name__}: per_channel must be the number of channels, an int above 0, not {channels!r}")
+    return channels
 
 
 def _learned(cls: type[Neuron], values: dict[str, Any], learn: Any, learn_tau: bool) -> set[str]:
@@ -230,6 +245,8 @@ def _learned(cls: type[Neuron], values: dict[str, Any], learn: Any, learn_tau: b
     learned = {*learn, *cls.always, *(n for n in values if learn_tau and n.startswith("tau"))}
     if unknown := learned - values.keys():
         raise ArgumentError(f"{cls.__name__} cannot learn {sorted(unknown)}; its arguments are {', '.join(values)}")
+    for name in learned & {*cls.never}:
+        _refuse_learned(cls, name)
     return learned
 
 
@@ -240,6 +257,8 @@ def _value(name: str, value: Any, learned: bool, channels: int | None) -> Any:
     if not learned and not isinstance(value, Tensor):
         return value
     tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    if learned and not tensor.is_floating_point():  # as an int is
+        tensor = tensor.to(torch.get_default_dtype())
     if channels is not None and tensor.dim() == 0:
         tensor = tensor.detach().expand(channels).clone()
     if channels is not None and tensor.shape != (channels,):

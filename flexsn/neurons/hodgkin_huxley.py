@@ -12,14 +12,18 @@ from .reset import Number
 
 
 def _linexp(z: Tensor) -> Tensor:
-    """`z / (1 - exp(-z))`, which is 1 at 0; finite, with its gradient, everywhere."""
+    """`z / (1 - exp(-z))`, which is 1 at 0; finite, with its gradient, for every `z` from -80 on."""
     near = z.abs() < 1e-3
     safe = torch.where(near, 1.0, z)
     return torch.where(near, 1.0 + 0.5 * z + z * z / 12.0, safe / -torch.expm1(-safe))
 
 
 def rates(v: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Opening and closing rates (1/ms) of the gates m, h, n at `v` (mV)."""
+    """Opening and closing rates (1/ms) of the gates m, h, n at `v` (mV); below -840 mV those at -840 mV.
+
+    There m and n shut and h opens within a microsecond or two; farther down the exponentials overflow in float32.
+    """
+    v = v.clamp(min=-840.0)
     m = _linexp((v + 40.0) / 10.0), 4.0 * torch.exp(-(v + 65.0) / 18.0)
     h = 0.07 * torch.exp(-(v + 65.0) / 20.0), torch.sigmoid((v + 35.0) / 10.0)
     n = 0.1 * _linexp((v + 55.0) / 10.0), 0.125 * torch.exp(-(v + 65.0) / 80.0)

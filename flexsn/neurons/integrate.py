@@ -66,7 +66,14 @@ def lif(
 def leaky_integrator(
     x: Tensor, v: Tensor, tau: Number = 2.0, v_leak: Number = 0.0, r: Number = 1.0, decay_input: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Leaky integrator: the membrane of `lif` without spikes; its output is the membrane. Starts at `v_leak`."""
+    """Leaky integrator: the membrane of `lif` without spikes, `v = v + (r x - (v - v_leak)) / tau`, or
+    `v = v - (v - v_leak) / tau + r x` without `decay_input`. Its output is the membrane.
+
+    Args:
+        tau: membrane time constant in steps.
+
+    Starts at `v_leak`. Source: Gerstner et al., Neuronal Dynamics, Cambridge 2014, ch. 1.3.1; an Euler step of 1.
+    """
     v = charge(x, v, tau, v_leak, r, decay_input)
     return v, v
 
@@ -92,6 +99,7 @@ def klif(
     """KLIF: the charged membrane of `lif` goes through `relu(k h)` with a learned `k`, which also scales the surrogate.
 
     Args:
+        k: gain of the membrane, not 0: the neuron would be silent, and learn nothing.
         scale_reset: divide by `k` again before the reset, and the threshold of a soft reset with it.
 
     Source: Jiang & Zhang, arXiv:2302.09238, 2023.
@@ -149,8 +157,11 @@ class ParametricLIF(Neuron, core=parametric_lif, start=("v_leak",), always=("w",
     def __init__(self, tau: Number = 2.0, **arguments: Any):
         if "w" in arguments:
             raise ArgumentError("ParametricLIF makes its own `w`", hint="Pass the time constant to begin with, tau = 1 + exp(-w).")
+        if not arguments.pop("learn_tau", True):
+            raise ArgumentError(
+                "ParametricLIF learns its time constant in any case", hint="For one that stays, take `flexsn.LIF(tau=...)`."
+            )
         learn = arguments.pop("learn", ())
-        arguments.pop("learn_tau", None)  # it always is, as `w`
         learn = learn if isinstance(learn, str) or not isinstance(learn, Collection) else [n for n in learn if n != "tau"]
         super().__init__(w=_logit(tau), learn=() if learn == "tau" else learn, **arguments)
 

@@ -17,6 +17,9 @@ def refractory_lif(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """LIF that, after a spike, keeps its membrane and stays silent for `refractory` steps; `q` counts them down.
 
+    Args:
+        refractory: how many steps. They are counted, so it has no gradient and cannot be learned.
+
     Source: Gerstner et al., Neuronal Dynamics, Cambridge 2014, ch. 1.
     """
     active = (q <= 0).to(v.dtype)
@@ -27,5 +30,5 @@ def refractory_lif(
     return s, v, (1.0 - fired) * torch.relu(q - 1.0) + fired * refractory
 
 
-class RefractoryLIF(Neuron, core=refractory_lif, start=("v_leak", 0.0)):
+class RefractoryLIF(Neuron, core=refractory_lif, start=("v_leak", 0.0), never=("refractory",)):
     """LIF layer with a refractory period: arguments of `refractory_lif`, options of `Neuron`."""

@@ -34,7 +34,16 @@ def cuba_li(
     x: Tensor, v: Tensor, i: Tensor, tau: Number = 2.0, tau_syn: Number = 2.0, v_leak: Number = 0.0, r: Number = 1.0, w_in: Number = 1.0,
     decay_input: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Current-based leaky integrator: `cuba_lif` without spikes; its output is the membrane."""
+    """Current-based leaky integrator: `cuba_lif` without spikes. The new current `i = i + (w_in x - i) / tau_syn` charges
+    `v = v + (r i - (v - v_leak)) / tau`; without `decay_input`: `i = i - i / tau_syn + w_in x`, `v = v - (v - v_leak) / tau + r i`.
+    Its output is the membrane.
+
+    Args:
+        tau, tau_syn: time constants of membrane and synapse in steps.
+        w_in: weight of the input.
+
+    Starts at `v_leak` and no current. Source: Gerstner et al., Neuronal Dynamics, 2014, ch. 3.1.
+    """
     i = charge(x, i, tau_syn, 0.0, w_in, decay_input)
     v = charge(i, v, tau, v_leak, r, decay_input)
     return v, v, i

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from ..compile import Program
@@ -54,6 +55,18 @@ def _users_name(node: Node) -> str | None:
         return None
     base = re.sub(r"_\d+$", "", node.name)
     for name in (node.name, base, base.removesuffix("_")):
-        if re.search(rf": {re.escape(name)}\s*[:=]", node.line or ""):
-            return name
+        if found := re.search(rf": ({re.escape(name)}\s*[:=].*)", node.line or ""):
+            return None if _of_several(found[1]) else name
     return node.name
+
+
+def _of_several(statement: str) -> bool:
+    """Whether it gives one name to several values, as `gates = [...]` does: which of them a node is cannot be told."""
+    try:
+        (parsed,) = ast.parse(statement).body
+    except (SyntaxError, ValueError):
+        return False
+    value = getattr(parsed, "value", None)
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ("dict", "list", "tuple"):
+        return True
+    return isinstance(value, (ast.Dict, ast.DictComp, ast.GeneratorExp, ast.List, ast.ListComp, ast.Tuple))
