@@ -194,8 +194,9 @@ class Vjp:
             if made_of and not any(exists(role, given) for role in made_of):
                 rest[node] = None
         for node in self.recorded.graph.nodes if rest else ():
-            moves = [n for n in node.all_input_nodes if n in sums or n in rest or n.meta["kind"] == "reduced" or "nil" in n.meta]
-            terms = moves if node not in rest else []
+            if node in rest or node.meta.get("kind") not in ("static", "reduced"):
+                continue
+            terms = [n for n in node.all_input_nodes if n in sums or n in rest or n.meta["kind"] == "reduced" or "nil" in n.meta]
             live = [n for n in (rest.get(n, n) for n in terms) if n is not None]
             if terms and not live:
                 rest[node] = None

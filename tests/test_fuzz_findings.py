@@ -197,3 +197,19 @@ def test_a_static_gradient_of_zeros_vanishes_with_its_cotangent():
 def test_the_dtype_of_ldexp():
     """That of PyTorch's own decomposition is float32 for bools beside 16 bits."""
     check(lambda x, v: (torch.ldexp(x > v, v.half()), v), [torch.randn(3, 5)], [torch.randn(5)])
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_param_that_is_an_output_beside_a_sum_with_it(used):
+    """The cotangent of one output alone is what another's gradient is computed from."""
+    p, q = torch.tensor(1.0, requires_grad=True), torch.ones(5, requires_grad=True)
+    outputs, _ = flexsn.scan(lambda x, p, q: (q + p, q), [torch.ones(3, 5)], [], [p, q], backend="cpp")
+    found = torch.autograd.grad(outputs[used].sum(), [p, q], allow_unused=True)
+    assert torch.equal(found[1], torch.full((5,), 3.0)) and (found[0] is None if used else found[0].item() == 15.0)
+
+
+def test_dtypes_that_mix_in_a_step_without_dims_alone():
+    """PyTorch refuses `isclose` of two dtypes; beside a row, `x` has the last word."""
+    core = lambda x, v: (torch.isclose(v.float() + x, v.float()), v)
+    with pytest.raises(UnsupportedOpError, match="not on operands of the step shape"):
+        flexsn.scan(core, [torch.ones(3, dtype=torch.float64)], [torch.ones(1, dtype=torch.int16)], backend="cpp")

@@ -23,6 +23,7 @@ Operands = dict[str, Tensor | None]
 # Errors of flexsn that say what it does not do: see docs/numerics.md.
 REFUSALS = (
     "on an operand without dims than on the same numbers",
+    "but not on operands of the step shape",
     "has no elements",
     "of 16-bit floats has no rule",
     "a bool tensor is not supported",
