@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ def _above(spike: Spike, x: Tensor) -> Tensor:
     return spike(x) - (x == 0).to(x.dtype)
 
 
-_SPIKINGJELLY = {  # its class: flexsn's function, of arguments with the same names
+# its class: flexsn's function, of arguments with the same names; read-only, so that no call looks for changes in it
+_SPIKINGJELLY = MappingProxyType({
     "ATan": surrogate.atan,
     "Erf": surrogate.erf,
     "FakeNumericalGradient": surrogate.fake_numerical_gradient,
@@ -47,7 +49,7 @@ _SPIKINGJELLY = {  # its class: flexsn's function, of arguments with the same na
     "SoftSign": surrogate.soft_sign,
     "SquarewaveFourierSeries": surrogate.squarewave_fourier_series,
     "SuperSpike": lambda alpha: surrogate.super_spike(beta=1.0, height=alpha),
-}
+})  # fmt: skip
 
 _SNNTORCH = {  # its function: flexsn's, of arguments with the same names
     "atan": surrogate.atan,
