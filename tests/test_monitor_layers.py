@@ -50,7 +50,9 @@ def test_single_steps_have_a_batch_and_no_time(kind, shape):
     assert record.silent == 0.75 and record.rates[0].all()
 
 
-@pytest.mark.parametrize("make", [lambda: flexsn.IF(), lambda: neuron.IFNode(step_mode="m"), lambda: norse.IAF()], ids=["flexsn", "sj", "norse"])
+@pytest.mark.parametrize(
+    "make", [lambda: flexsn.IF(), lambda: neuron.IFNode(step_mode="m"), lambda: norse.IAF()], ids=["flexsn", "sj", "norse"]
+)
 def test_sequences_have_time_and_a_batch(make):
     net = nn.Sequential(make())
     with flexsn.monitor(net, layers=["0"]) as seen:
