@@ -66,7 +66,7 @@ class Neuron(nn.Module):
             )
         if bool((self.graded_spikes_factor != 1).any()):
             raise InterchangeError("has graded spikes; NIR's are 0 or 1")
-        return kind, {"v_threshold": self.threshold, "v_reset": 0.0, "decay_input": False, **times}
+        return kind, {"v_threshold": self.threshold, "v_reset": 0.0, "decay_input": False, "surrogate": self.spike, **times}
 
     def describe_times(self) -> Described:
         raise InterchangeError(f"NIR has no primitive for snnTorch's {type(self).__name__}")

@@ -58,7 +58,7 @@ class Node(nn.Module):
         raise NotImplementedError
 
     def describe_reset(self) -> dict[str, Any]:
-        return {"v_threshold": self.v_threshold, "v_reset": self.v_reset}
+        return {"v_threshold": self.v_threshold, "v_reset": self.v_reset, "surrogate": from_spikingjelly(self.surrogate_function)}
 
     def describe_leak(self) -> dict[str, Any]:
         return {**self.describe_reset(), "v_leak": self.v_reset or 0.0, "decay_input": self.decay_input}

@@ -27,6 +27,19 @@ def above(spike: Spike) -> Spike:
     return functools.partial(_above, spike)
 
 
+def at(spike: Spike) -> Spike:
+    """`spike`, and 1 where `x == 0`, if it has a setting for that."""
+    if "inclusive" in inspect.signature(spike).parameters:
+        return functools.partial(spike, inclusive=True)  # type: ignore[call-arg]  # its signature says so
+    return spike
+
+
+@torch.no_grad()
+def spikes_at_threshold(spike: Spike, device: torch.device) -> bool:
+    """Whether it spikes where `x == 0`."""
+    return bool((spike(torch.zeros(1, device=device)) > 0).any())
+
+
 def _above(spike: Spike, x: Tensor) -> Tensor:
     return spike(x) - (x == 0).to(x.dtype)
 
