@@ -161,6 +161,12 @@ def test_a_state_that_is_written_counts():
     assert not net(torch.full((1, B, 4), 0.2)).any()
 
 
+def test_no_step_keeps_the_states():
+    net = converted(neuron.IFNode(step_mode="m"))
+    net.v = 0.5
+    assert net(torch.ones(0, B, 4)).shape == (0, B, 4) and torch.equal(net.v, torch.full((B, 4), 0.5))
+
+
 def test_v_seq_starts_anew_with_another_shape():
     ref = neuron.IFNode(store_v_seq=True)
     net = converted(ref)

@@ -236,7 +236,7 @@ class SpikingJellyNeuron(Swapped):
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         if self.states is not None:
-            self.states = self._settled(inputs[0] if self.step_mode == "s" else inputs[0][0])
+            self.states = self._settled(inputs[0])
         earlier = self.v_seq if self.step_mode == "s" else None
         outputs = super().forward(*inputs, **named)
         if earlier is not None and self.state_seqs:  # single steps of one shape add up until reset()
@@ -246,11 +246,11 @@ class SpikingJellyNeuron(Swapped):
         return outputs
 
     def _settled(self, x: Tensor) -> list[Tensor]:
-        """The carried states as those of one step `x`: numbers are filled in; one of another shape starts anew."""
-        found = []
+        """The carried states as those of one step of `x`: numbers are filled in; one of another shape starts anew."""
+        shape, found = x.shape[self.step_mode == "m" :], []
         for state, start in zip(self.states or (), self.start, strict=True):
-            value = state if state.shape == x.shape or not state.dim() else torch.as_tensor(start, dtype=torch.float64)
-            found.append(value.to(x.device, x.dtype).expand(x.shape))
+            value = state if state.shape == shape or not state.dim() else torch.as_tensor(start, dtype=torch.float64)
+            found.append(value.to(x.device, x.dtype).expand(shape))
         return found
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -144,12 +143,6 @@ class Swapped(FlexSN):
                 if key in self.core.state_dict():
                     state_dict[f"{prefix}core.{key}"] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def fitting(self, x: Tensor, states: Sequence[Tensor | None] | None) -> list[Tensor | None] | None:
-        """The carried states if they have the shape of one step `x`; else None: all three libraries start anew then."""
-        if states is None or any(v is not None and v.shape != x.shape for v in states):
-            return None
-        return list(states)
 
     def summary(self) -> str:
         spans = {"s": "one step per call", "m": "whole sequences"}[self.step_mode]
