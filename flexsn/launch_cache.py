@@ -13,6 +13,7 @@ import grp
 import hashlib
 import os
 import pwd
+import re
 import shutil
 import stat
 import tempfile
@@ -23,6 +24,7 @@ from pathlib import Path
 from .errors import BuildError
 
 _ABANDONED = 24 * 3600  # seconds after which a build's folder was left by a process that was killed
+_BUILD = re.compile(r"build-[a-z0-9_]{8}")
 _private: Path | None = None
 
 
@@ -124,13 +126,27 @@ def trusted(path: Path) -> bool:
 
 
 # --- entries --------------------------------------------------------------------------------------------------------------
+def abandoned(place: Path, seconds: float) -> list[Path]:
+    """Folders in which a build was cut off more than `seconds` ago."""
+    return [folder for folder in place.iterdir() if _is_cut_off(folder, time.time() - seconds)]
+
+
+def _is_cut_off(folder: Path, since: float) -> bool:
+    """Whether it has a name as `workshop` gives, is older, and holds nothing but what compilers write: no folder of the user's."""
+    try:
+        if not _BUILD.fullmatch(folder.name) or not stat.S_ISDIR((info := folder.lstat()).st_mode) or info.st_mtime > since:
+            return False
+        return all(f.name.startswith(("kernel", "cc")) and stat.S_ISREG(f.lstat().st_mode) for f in folder.iterdir())
+    except OSError:  # it is gone: the build has ended
+        return False
+
+
 @contextlib.contextmanager
 def workshop(path: Path):
     """A folder beside an entry, to build it in; those that killed processes left go."""
     with contextlib.suppress(OSError):
-        for old in path.parent.glob("build-*"):
-            if time.time() - old.lstat().st_mtime > _ABANDONED:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in abandoned(path.parent, _ABANDONED):
+            shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent, ignore_cleanup_errors=True) as made:
         yield Path(made)
 

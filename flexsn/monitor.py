@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,134 +16,10 @@ from torch import Tensor, nn
 from . import _compat
 from .errors import MonitorError
 from .module import FlexSN
+from .monitor_record import LayerRecord, Limits, Norm, States
 from .signature import make_signature
 
-
-@dataclass
-class Limits:
-    """From where on a layer is reported; rates are spikes per neuron and step."""
-
-    silent: float = 1e-3  # a layer of a lower rate
-    saturated: float = 0.9  # a layer of a higher rate, and a neuron that counts as saturated
-    vanishing: float = 1e-3  # a gradient smaller than this times the largest one among the layers
-
-
-@dataclass
-class _Norm:
-    """Root mean square, over calls, of a gradient's L2 norm; sums stay on the device until they are read."""
-
-    squares: Any = 0.0
-    calls: int = 0
-
-    def add(self, grad: Tensor | None) -> None:
-        if grad is None:  # the backward passed by: a later call reached back through the carried states alone
-            return
-        norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float64)
-        self.squares, self.calls = self.squares + norm * norm, self.calls + 1
-
-    def value(self) -> float | None:
-        return math.sqrt(float(self.squares) / self.calls) if self.calls else None
-
-
-@dataclass
-class LayerRecord:
-    """What one layer did.
-
-    Of its output, or of the first where there are several, dims 0 and 1 are time and batch; what is left are its neurons.
-    An output of two dims has no batch, or, from a layer in step mode `"s"`, no time.
-
-    Attributes:
-        name: as in `model.named_modules()`; `kind`: the class.
-        calls: how often it was called.
-        spikes, states: the whole sequences of the last `keep` calls, detached copies, if asked for: a list, and a dict of
-            lists by the name of the state.
-    """
-
-    name: str
-    kind: str
-    limits: Limits
-    calls: int = 0
-    spikes: Any = None
-    states: dict[str, Any] = field(default_factory=dict)
-    _total: Any = 0.0
-    _count: int = 0
-    _counts: Any = 0.0  # spikes per neuron; None once calls differ in their shape
-    _binary: Any = True
-    _output: _Norm = field(default_factory=_Norm)
-    _params: dict[str, _Norm] = field(default_factory=dict)
-
-    # --- read -------------------------------------------------------------------------------------------------------
-    @property
-    def rate(self) -> float | None:
-        """Mean of the output: spikes per neuron and step; None before the first call."""
-        return float(self._total) / self._count if self._count else None
-
-    @property
-    def rates(self) -> Tensor | None:
-        """Mean of every neuron `[*shape]`, float64; None before the first call and where calls differ in shape."""
-        return self._counts / (self._count / self._counts.numel()) if isinstance(self._counts, Tensor) and self._count else None
-
-    @property
-    def spiking(self) -> bool:
-        """Whether every output was 0 or 1."""
-        return bool(self._binary)
-
-    @property
-    def silent(self) -> float | None:
-        """Fraction of neurons that never gave anything but 0."""
-        return None if self.rates is None else float((self.rates == 0).double().mean())
-
-    @property
-    def saturated(self) -> float | None:
-        """Fraction of neurons that spike at more than `limits.saturated` of all steps; None if they do not spike."""
-        return None if self.rates is None or not self.spiking else float((self.rates > self.limits.saturated).double().mean())
-
-    @property
-    def gradient_norm(self) -> float | None:
-        """L2 norm of the loss' gradient by this layer's output (root mean square over calls); None if there was none."""
-        return self._output.value()
-
-    @property
-    def param_gradient_norms(self) -> dict[str, float]:
-        """The same by each parameter of the layer that got a gradient, by name (root mean square over backward passes)."""
-        values = {name: norm.value() for name, norm in self._params.items()}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def param_gradient_norm(self) -> float | None:
-        """The L2 norm over all of them; None if there was none."""
-        norms = self.param_gradient_norms.values()
-        return math.sqrt(sum(n * n for n in norms)) if norms else None
-
-    # --- written by the hooks ---------------------------------------------------------------------------------------
-    def see(self, output: Tensor, states: dict[str, Tensor]) -> None:
-        """Count what a call returned."""
-        y = output.detach()
-        neurons = y.shape[min(2, max(0, y.dim() - 1)) :]
-        counts = y.sum(dim=list(range(y.dim() - len(neurons))), dtype=torch.float64) if neurons != y.shape else y.double()
-        self._counts = self._counts + counts if not self.calls or _shape(self._counts) == counts.shape else None
-        self._total, self._count = self._total + counts.sum(), self._count + y.numel()
-        self._binary = self._binary & ((y == 0) | (y == 1)).all()
-        self.calls += 1
-        if self.spikes is not None:
-            self.spikes.append(y.clone())
-        for name, sequence in states.items():
-            self.states[name].append(sequence.detach().clone())
-        if output.requires_grad:
-            output.register_hook(self._output.add)
-
-
-def _shape(counts: Any) -> torch.Size | None:
-    return counts.shape if isinstance(counts, Tensor) else None
-
-
-class _States(dict[str, Any]):
-    """Sequences by the name of the state."""
-
-    def __missing__(self, name: Any) -> Any:
-        raise MonitorError(
-            f"the state {name!r} was not kept", hint=f"Kept are {list(self)}; ask for it: `flexsn.monitor(model, states=[{name!r}])`."
-        )
+__all__ = ["LayerRecord", "Limits", "Monitor", "monitor"]
 
 
 class Monitor:
@@ -160,21 +36,13 @@ class Monitor:
     ):  # fmt: skip
         _check_model(model)
         self.limits, self.gradients, self.layers = Limits(), gradients, dict[str, LayerRecord]()
-        self._modules, self._handles = _chosen(model, layers), list[Any]()
-        self._stored: list[tuple[FlexSN, bool]] = []  # who is asked for its states, and whether it was before
-        found: set[str] = set()
+        self._model, self._modules, self._handles = model, _chosen(model, layers), list[Any]()
+        self._asked: list[FlexSN] = []  # for their states
         for name, module in self._modules.items():
-            record = LayerRecord(name, type(module).__name__, self.limits)
-            names = _state_names(module) if states else ()
-            wanted = names if states is True else [n for n in names if n in states]  # type: ignore[operator]  # no bool here
+            record = self.layers[name] = LayerRecord(name, type(module).__name__, self.limits)
             record.spikes = deque(maxlen=keep) if spikes else None
-            record.states = _States({n: deque(maxlen=keep) for n in wanted})
-            found |= set(names)
-            self.layers[name] = record
-        missing = set() if isinstance(states, bool) else set(states) - found
-        if missing or (states is True and not found):
-            named = ", ".join(map(repr, sorted(missing, key=str))) if missing else "at all"
-            raise MonitorError(f"no monitored layer has a state {named}", hint=f"There are {sorted(found)}, in {list(self.layers)}.")
+            record.states = States({n: deque(maxlen=keep) for n in _wanted(module, states)})
+        _check_states_found(self._modules, self.layers, states)
 
     def __getitem__(self, name: str) -> LayerRecord:
         if name not in self.layers:
@@ -188,27 +56,25 @@ class Monitor:
     def __enter__(self) -> Monitor:
         if self._handles:
             raise MonitorError("this monitor is on already", hint="Make another one, or leave its `with` first.")
+        mode = _common_mode(self._model)
         for name, module in self._modules.items():
             record = self.layers[name]
-            self._handles.append(module.register_forward_hook(partial(_after_call, record)))
+            self._handles.append(module.register_forward_hook(partial(_after_call, record, mode)))
             if record.states and isinstance(module, FlexSN):
-                self._stored.append((module, module.store_state_seqs))
-                module.store_state_seqs = True
+                self._asked.append(module)
+                _ask(module)
             if self.gradients:
                 for key, param in module.named_parameters():
                     if param.requires_grad:
-                        norm = record._params.setdefault(key, _Norm())
+                        norm = record._params.setdefault(key, Norm())
                         self._handles.append(param.register_hook(norm.add))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         while self._handles:
             self._handles.pop().remove()
-        while self._stored:
-            neuron, before = self._stored.pop()
-            neuron.store_state_seqs = before
-            if not before:
-                neuron.state_seqs = None
+        while self._asked:
+            _release(self._asked.pop())
 
     # --- the report -------------------------------------------------------------------------------------------------
     @property
@@ -244,8 +110,9 @@ def monitor(
     Args:
         layers: names as in `model.named_modules()`; by default every `FlexSN`.
         spikes: keep the outputs of the last `keep` calls whole; their sums are always kept.
-        states: names of states of which every step of the last `keep` calls is kept (True: all). For that, while the `with`
-            lasts, the neurons are asked to store state sequences, which takes the memory of these.
+        states: names of states of which every step of the last `keep` calls is kept (True: all those of `FlexSN`s). For that,
+            while the `with` lasts, the neurons are asked to store state sequences, which takes the memory of these. Of another
+            layer (a node of SpikingJelly, a module of one's own) a name is that of an attribute, kept as it is after each call.
         gradients: record norms of the gradients by outputs and by parameters.
         keep: how many calls are kept whole; None keeps all.
 
@@ -299,11 +166,78 @@ def _chosen(model: nn.Module, layers: Collection[str] | None) -> dict[str, nn.Mo
 def _state_names(module: nn.Module) -> tuple[str, ...]:
     if not isinstance(module, FlexSN):
         return ()
-    return make_signature(module.core, module.num_inputs, module.num_states, module.num_params).state_names
+    names = getattr(module, "state_names", None)
+    return names or make_signature(module.core, module.num_inputs, module.num_states, module.num_params).state_names
+
+
+def _wanted(module: nn.Module, states: bool | Collection[str]) -> list[str]:
+    """Which of the states that are asked for a layer has; one that is no `FlexSN` has them as attributes."""
+    if isinstance(states, bool):
+        return list(_state_names(module)) if states else []
+    names = _state_names(module)
+    return [n for n in states if n in names or (not isinstance(module, FlexSN) and _may_be_a_state(module, n))]
+
+
+def _may_be_a_state(module: nn.Module, name: Any) -> bool:
+    """A tensor, or what a module holds in its place before the first call."""
+    value = getattr(module, name, "") if isinstance(name, str) else ""
+    return value is None or (isinstance(value, (Tensor, int, float)) and not isinstance(value, bool))
+
+
+def _check_states_found(modules: dict[str, nn.Module], records: dict[str, LayerRecord], states: bool | Collection[str]) -> None:
+    kept = {n for record in records.values() for n in record.states}
+    missing = set() if isinstance(states, bool) else set(states) - kept
+    if missing or (states is True and not kept):
+        named = ", ".join(map(repr, sorted(missing, key=str))) if missing else "at all"
+        there = sorted({n for module in modules.values() for n in _state_names(module)})
+        hint = f"There are {there}, in {list(modules)}."
+        if states is True:
+            hint += " Of a layer that is no FlexSN, name the attributes that are its states."
+        raise MonitorError(f"no monitored layer has a state {named}", hint=hint)
+
+
+_asking: WeakKeyDictionary[FlexSN, tuple[int, bool]] = WeakKeyDictionary()  # how many monitors ask, and whether it stored before
+
+
+def _ask(neuron: FlexSN) -> None:
+    """Have it store the states of every step, for one monitor more."""
+    count, before = _asking.get(neuron, (0, neuron.store_state_seqs))
+    _asking[neuron] = count + 1, before
+    neuron.store_state_seqs = True
+
+
+def _release(neuron: FlexSN) -> None:
+    """For one monitor less; after the last it is as before the first."""
+    count, before = _asking.pop(neuron)
+    if count > 1:
+        _asking[neuron] = count - 1, before
+        return
+    neuron.store_state_seqs = before
+    if not before:
+        neuron.state_seqs = None
+
+
+_MODES = {
+    "snntorch.SpikingNeuron": "s", "norse.SNNCell": "s", "norse.SNNRecurrentCell": "s", "norse.SNN": "m", "norse.SNNRecurrent": "m"
+}  # fmt: skip
+
+
+def _mode(module: nn.Module) -> str | None:
+    """`"s"` if a layer is called once per step, `"m"` if with sequences; None if it does not say."""
+    mode = getattr(module, "step_mode", None)
+    if mode in ("s", "m"):
+        return mode
+    bases = (f"{c.__module__.partition('.')[0]}.{c.__name__}" for c in type(module).__mro__)
+    return next((_MODES[name] for name in bases if name in _MODES), None)
+
+
+def _common_mode(model: nn.Module) -> str:
+    """That of layers that do not say: single steps, if every layer that says takes these."""
+    return "s" if {_mode(m) for m in model.modules()} - {None} == {"s"} else "m"
 
 
 @_compat.unseen_by_dynamo
-def _after_call(record: LayerRecord, module: nn.Module, inputs: Any, output: Any) -> None:
+def _after_call(record: LayerRecord, common: str, module: nn.Module, inputs: Any, output: Any) -> None:
     """The forward hook."""
     if torch.compiler.is_dynamo_compiling():
         _compat.break_graph("flexsn.monitor keeps values: leave its `with` before compiling")
@@ -312,8 +246,19 @@ def _after_call(record: LayerRecord, module: nn.Module, inputs: Any, output: Any
         raise MonitorError(f"{_name(record)} returns {type(first).__name__}, not a tensor", hint="Leave it out of `layers`.")
     if not _compat.is_plain(first):
         raise MonitorError(f"{_name(record)} runs under torch.func or in a trace: no values to keep", hint="Leave the `with` before.")
-    sequences = zip(_state_names(module), module.state_seqs or (), strict=False) if isinstance(module, FlexSN) else ()
-    record.see(first, {name: sequence for name, sequence in sequences if name in record.states})
+    record.see(first, _states_after_call(record, module), 1 if (_mode(module) or common) == "s" else 2)
+
+
+def _states_after_call(record: LayerRecord, module: nn.Module) -> dict[str, Tensor]:
+    if isinstance(module, FlexSN):
+        new = slice(-1, None) if module.step_mode == "s" else slice(None)  # a converted node of SpikingJelly adds up single steps
+        sequences = zip(_state_names(module), module.state_seqs or (), strict=False)
+        return {name: sequence[new] for name, sequence in sequences if name in record.states}
+    found = {name: getattr(module, name) for name in record.states}
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise MonitorError(f"`{name}` of {_name(record)} is a {type(value).__name__} after a call, not a tensor")
+    return found
 
 
 def _activity(r: LayerRecord, limits: Limits) -> str | None:

@@ -118,3 +118,20 @@ def counts(monkeypatch):
     monkeypatch.setattr(compiling.Program, "__init__", counted_program)
     monkeypatch.setattr(launch_cpp, "_build", counted_build)
     return found
+
+
+@pytest.fixture
+def run(capsys):
+    """A command line -> exit code, what it printed, what it complained of."""
+
+    from flexsn.cli import main
+
+    def command(*words):
+        try:
+            code = main([str(w) for w in words])
+        except SystemExit as stop:  # argparse
+            code = stop.code
+        done = capsys.readouterr()
+        return code, done.out, done.err
+
+    return command

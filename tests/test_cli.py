@@ -23,21 +23,6 @@ LIF = f"{ROOT}/examples/lif.py:lif"
 
 
 @pytest.fixture
-def run(capsys):
-    """A command line -> exit code, what it printed, what it complained of."""
-
-    def command(*words):
-        try:
-            code = main([str(w) for w in words])
-        except SystemExit as stop:  # argparse
-            code = stop.code
-        done = capsys.readouterr()
-        return code, done.out, done.err
-
-    return command
-
-
-@pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty current folder, from which modules are imported."""
     monkeypatch.chdir(tmp_path)
@@ -245,45 +230,6 @@ def test_self_test_sees_wrong_gradients(monkeypatch):
 
     monkeypatch.setattr(doctor, "scan", wrong)
     assert "gradients differ" in doctor.self_test("cpp", torch.device("cpu"))
-
-
-# --- cache ---------------------------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def kernels(tmp_path, monkeypatch):
-    """A cache of two kernels, and things that are not flexsn's."""
-    monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path / "kept"))
-    folder = tmp_path / "kept" / "cpp"
-    folder.mkdir(parents=True, mode=0o700)
-    for name in "ab":
-        for suffix, size in ((".so", 1000), (".cpp", 200), (".sha256", 64)):
-            (folder / (name + suffix)).write_bytes(b"x" * size)
-    (folder / "tiles").mkdir()
-    (folder / "tiles" / "a.json").write_text("{}")
-    (folder / "tiles" / "notes.txt").write_text("mine")
-    (folder / "notes.txt").write_text("mine")
-    (tmp_path / "elsewhere.so").write_text("not here")
-    (folder / "link.so").symlink_to(tmp_path / "elsewhere.so")
-    (folder / "build-now").mkdir()
-    return folder
-
-
-def test_cache_info(run, kernels):
-    code, out, _ = run("cache", "info", "--json")
-    data = json.loads(out)
-    assert code == 0 and (data["folder"], data["kernels"], data["tuned"], data["bytes"]) == (str(kernels), 2, 1, 2 * 1264 + 2)
-    code, out, _ = run("cache", "info")
-    assert code == 0 and "2 kernels, measured tiles of 1, 2.53 kB" in out and f"{kernels} (from $FLEXSN_CACHE_DIR)" in out
-
-
-def test_cache_clear(run, kernels, tmp_path):
-    code, out, _ = run("cache", "clear", "--dry-run")
-    assert code == 0 and "would remove 2 kernels" in out and (kernels / "a.so").exists()
-    code, out, _ = run("cache", "clear", "--json")
-    assert code == 0 and json.loads(out) == {"folder": str(kernels), "kernels": 2, "tuned": 1, "bytes": 2530, "removed": True}
-    assert sorted(p.name for p in kernels.iterdir()) == ["build-now", "link.so", "notes.txt", "tiles"]
-    assert [p.name for p in (kernels / "tiles").iterdir()] == ["notes.txt"]
-    assert (tmp_path / "elsewhere.so").exists()
-    assert json.loads(run("cache", "info", "--json")[1])["kernels"] == 0
 
 
 # --- bench ---------------------------------------------------------------------------------------------------------------------------

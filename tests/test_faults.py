@@ -157,14 +157,23 @@ def test_a_process_killed_while_the_compiler_runs(nursery, tmp_path):
 
 
 def test_what_killed_processes_left_goes_with_time(nursery, copier, tmp_path):
-    old, young = tmp_path / "cpp" / "build-old", tmp_path / "cpp" / "build-young"
-    for folder in (old, young):
+    old, young, named, filled = (tmp_path / "cpp" / f"build-{n}" for n in ("abc_1234", "abc_5678", "of_the_user", "notebook"))
+    for folder in (old, young, named, filled):
         folder.mkdir(parents=True)
         (folder / "kernel.cpp").write_text("")
+    (filled / "results.csv").write_text("the user's own")
     (tmp_path / "cpp").chmod(0o700)
-    os.utime(old, (0, time.time() - 2 * launch_cache._ABANDONED))
+    for folder in (old, named, filled):
+        os.utime(folder, (0, time.time() - 2 * launch_cache._ABANDONED))
     assert nursery.run(USE, tmp_path, CXX=copier) == (0, "built 1\n")
     assert not old.exists() and young.exists()
+    assert named.exists() and filled.exists(), "what is not flexsn's stays"
+
+
+def test_folders_of_builds_are_known_by_their_names(tmp_path):
+    with launch_cache.workshop(tmp_path / "entry.so") as folder:
+        (folder / "kernel.cpp").write_text("")
+        assert launch_cache.abandoned(tmp_path, -1.0) == [folder]
 
 
 # --- entries that are not what they were ----------------------------------------------------------------------------------

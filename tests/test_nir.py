@@ -11,7 +11,7 @@ from torch import nn
 
 import flexsn
 from flexsn.errors import InterchangeError
-from flexsn.interchange import Delay, PerStep, Scale, SumPool2d
+from flexsn.interchange import Delay, PerStep, Scale, SumPool2d, Threshold
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -97,7 +97,7 @@ def test_round_trip_through_a_file(double, tmp_path):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     assert net[1](net[0](x)).mean() > 0.05
     back = flexsn.to_nir(again, x)
-    assert back.edges == graph.edges and back.metadata == {"dt": 1e-3}
+    assert back.edges == graph.edges and back.metadata == {"dt": 1e-3, "dtype": "float64"}
     ours, theirs = numbers_of(graph), numbers_of(back)
     assert list(ours) == list(theirs)
     for name, value in ours.items():
@@ -135,6 +135,56 @@ def test_one_dimensional_convolutions_and_float32(tmp_path):
     for module in (net[1], again := flexsn.from_nir(tmp_path / "net.nir", backend="torch")):
         module.backend = "torch"
     assert_spikes(again(x), net(x))
+
+
+@pytest.mark.parametrize("inclusive", [True, False])
+def test_what_is_exactly_at_the_threshold(inclusive, tmp_path):
+    """Whole numbers hit thresholds. NIR spikes above them alone; which neuron spikes at one is kept beside."""
+    spike = flexsn.surrogate.atan(inclusive=inclusive)
+    ones = dict(decay_input=False, v_threshold=2.0, surrogate=spike, backend="torch")
+    net = nn.Sequential(
+        flexsn.LIF(**ones), flexsn.CubaLIF(**ones), flexsn.IF(surrogate=spike, backend="torch"), flexsn.CubaLI(backend="torch")
+    )
+    x = torch.randint(0, 4, (20, B, 8)).float()
+    want = net(x)
+    nir.write(tmp_path / "net.nir", flexsn.to_nir(net, x))
+    graph = nir.read(tmp_path / "net.nir")
+    assert [bool(graph.nodes[n].metadata.get("inclusive")) for n in "0123"] == [inclusive] * 3 + [False]
+    read = flexsn.from_nir(graph, backend="torch")
+    assert torch.equal(read(x), want) and want.any()
+    flexsn.reset_net(read)
+    again = flexsn.from_nir(flexsn.to_nir(read, x), surrogate=flexsn.surrogate.sigmoid(inclusive=not inclusive), backend="torch")
+    assert torch.equal(again(x), want)
+
+
+def test_a_threshold_layer_at_its_threshold():
+    x = torch.tensor([[[0.5, 1.0, 1.5]]])
+    for spike, at in ((flexsn.surrogate.atan, 1.0), (flexsn.surrogate.atan(inclusive=False), 0.0)):
+        net = Threshold(torch.ones(3), spike)
+        assert flexsn.from_nir(flexsn.to_nir(net, x))(x).flatten().tolist() == net(x).flatten().tolist() == [0.0, at, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_model_comes_back_in_its_dtype(dtype, tmp_path):
+    net = nn.Sequential(nn.Linear(8, 6), flexsn.LIF(tau=3.0, v_threshold=0.2, r=torch.rand(6)), Scale(torch.rand(6))).to(dtype)
+    x = 3.0 * torch.rand(T, B, 8)
+    nir.write(tmp_path / "net.nir", flexsn.to_nir(net, x))
+    read = flexsn.from_nir(tmp_path / "net.nir", backend="torch")
+    assert {t.dtype for t in (*read.parameters(), *read.buffers())} == {dtype}
+    net[1].backend = "torch"
+    assert torch.equal(read(x.to(dtype)), net(x.to(dtype))) and net[1].states[0].dtype == dtype
+    assert {p.dtype for p in flexsn.from_nir(tmp_path / "net.nir", dtype=torch.float32).parameters()} == {torch.float32}
+
+
+def test_initial_states_that_are_where_nir_starts():
+    net = nn.Sequential(
+        flexsn.LIF(v_leak=0.25, initial_states=[0.25]), flexsn.CubaLIF(v_threshold=0.2, initial_states=[0.0, None]), flexsn.IF(v_reset=0.5)
+    )
+    for neuron in net:
+        neuron.backend = "torch"
+    x = 9.0 * torch.rand(T, B, 4)
+    want = net(x)
+    assert torch.equal(flexsn.from_nir(flexsn.to_nir(net, x), backend="torch")(x), want) and want.any()
 
 
 # --- a forward of one's own -----------------------------------------------------------------------------------------------
@@ -204,6 +254,9 @@ class Twice(nn.Module):
 
 
 OUT = {
+    "initial states": (lambda: flexsn.LIF(initial_states=[0.9]), r"`1` \(LIF\): starts from initial_states=\(0.9,\).*starts at `v_leak`"),
+    "a current": (lambda: flexsn.CubaLI(initial_states=[None, 0.1]), r"`1` \(CubaLI\).*at `v_leak`, with no current"),
+    "a start that is computed": (lambda: flexsn.IF(initial_states=lambda x: [x[0]]), r"`1` \(IF\).*starts at `v_reset`"),
     "soft reset": (lambda: flexsn.LIF(v_reset=None), r"`1` \(LIF\).*soft reset"),
     "no reset": (lambda: flexsn.LIF(v_reset="never"), "never"),
     "core": (lambda: flexsn.FlexSN(custom, num_states=1), r"`1` \(FlexSN\): NIR has no primitive for the core `custom`"),
@@ -223,6 +276,20 @@ def test_what_nir_cannot_say_is_refused(name):
         flexsn.to_nir(nn.Sequential(nn.Identity(), make()), torch.rand(T, B, 4))
     error = raised.value
     assert str(error) == "\n  ".join(filter(None, [error.reason, error.hint]))  # nothing of torch.fx
+
+
+def test_what_is_no_model_and_no_sample():
+    for wrong, why in ((lambda x: x, "a function"), (nn.Linear, "the class Linear"), (3, "a int")):
+        with pytest.raises(InterchangeError, match=f"to_nir takes a module, not {why}"):
+            flexsn.to_nir(wrong, torch.rand(T, B, 4))
+    with pytest.raises(InterchangeError, match="sample_input must be a tensor, not a list"):
+        flexsn.to_nir(flexsn.LIF(), [1.0])
+
+
+def test_errors_of_the_model_are_pytorch_s_own():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        flexsn.to_nir(nn.Sequential(nn.Linear(3, 4)), torch.rand(T, B, 4))
+    assert "executing" not in str(raised.value)  # nothing of torch.fx
 
 
 def test_pools_and_linears_that_nir_does_not_have():
@@ -257,8 +324,14 @@ def test_what_flexsn_does_not_have_is_refused(name):
 def test_graphs_of_another_form_are_refused():
     with pytest.raises(InterchangeError, match=r"takes a nir\.NIRGraph"):
         flexsn.from_nir(lif(4))
-    with pytest.raises(InterchangeError, match="dt is the length"):
-        flexsn.from_nir(nir.NIRGraph.from_list(lif(4)), dt=0.0)
+    for dt in (0.0, -1.0, "a", float("nan"), float("inf"), torch.ones(2)):
+        with pytest.raises(InterchangeError, match="dt is the length of a step in seconds, not"):
+            flexsn.from_nir(nir.NIRGraph.from_list(lif(4)), dt=dt)
+        with pytest.raises(InterchangeError, match="dt is the length of a step in seconds, not"):
+            flexsn.to_nir(flexsn.LIF(), torch.rand(T, B, 4), dt=dt)
+    for dtype in ("float64", torch.int32):
+        with pytest.raises(InterchangeError, match="dtype must be a floating dtype"):
+            flexsn.from_nir(nir.NIRGraph.from_list(lif(4)), dtype=dtype)
     nodes = {"a": nir.Input([4]), "b": nir.Input([4]), "lif": lif(4), "out": nir.Output([4])}
     with pytest.raises(InterchangeError, match="one input and one output"):
         flexsn.from_nir(nir.NIRGraph(nodes, [("a", "lif"), ("b", "lif"), ("lif", "out")]))

@@ -132,6 +132,30 @@ def test_recurrent_graphs_that_snntorch_writes(all_to_all):
     assert_spikes(flexsn.from_nir(back, backend="torch")(x), want)
 
 
+def test_converted_neurons_keep_their_side_of_the_threshold():
+    """SpikingJelly spikes at `>=`, snnTorch at `>`; whole numbers hit it."""
+    x = torch.randint(0, 4, (T, B, 4)).float()
+    for make, inclusive in (
+        (lambda: neuron.IFNode(v_threshold=3.0, step_mode="m"), True),
+        (lambda: snn.Leaky(beta=0.5, threshold=3.0, reset_mechanism="zero", reset_delay=False, init_hidden=True), False),
+    ):
+        net = nn.Sequential(make())
+        flexsn.convert(net, step_mode="m", backend="torch")
+        want = net(x)
+        graph = flexsn.to_nir(net, x)
+        assert bool(graph.nodes["0"].metadata.get("inclusive")) == inclusive
+        assert torch.equal(flexsn.from_nir(graph, backend="torch")(x), want) and want.any()
+
+
+def test_a_converted_neuron_that_starts_elsewhere_is_refused():
+    node = neuron.CUBALIFNode(v_reset=0.5)
+    net = nn.Sequential(node)
+    node.set_reset_value("v", 0.3)
+    flexsn.convert(net, step_mode="m")
+    with pytest.raises(InterchangeError, match=r"starts from initial_states=\(0.3, 0.0\)"):
+        flexsn.to_nir(net, torch.rand(T, B, 4))
+
+
 def test_snntorch_s_default_reset_is_refused():
     net = nn.Sequential(nn.Linear(4, 3), snn.Leaky(beta=0.9, init_hidden=True))
     flexsn.convert(net, step_mode="m")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+from ..launch_cache import abandoned
 from ..launch_cache import folder as cache_folder
 from ..report.words import total
 from .outcome import Outcome
 
-_OURS = (".so", ".cpp", ".sha256")
-_TILES = "tiles"  # its subfolder for what `tune=True` measured
+_KERNEL = re.compile(r"[0-9a-f]{32}\.(so|cpp|sha256)")  # the names that `launch_cache.publish` gives
+_TILES = re.compile(r"[0-9a-f]{32}\.(json|\d+\.part)")  # and `MeasuredTiles`, in the subfolder "tiles"; a part is of a write cut off
 
 
 def add_cache(commands: Any) -> list[argparse.ArgumentParser]:
@@ -47,9 +49,9 @@ def inspect_cache() -> dict[str, Any]:
 
 def _files(folder: Path) -> list[Path]:
     """What flexsn wrote there; nothing else is looked at, and nothing else is removed."""
-    tiles = folder / _TILES
-    found = [f for f in folder.iterdir() if f.suffix in _OURS]
-    found += [f for f in tiles.iterdir() if f.suffix == ".json"] if tiles.is_dir() and not tiles.is_symlink() else []
+    tiles = folder / "tiles"
+    found = [f for f in folder.iterdir() if _KERNEL.fullmatch(f.name)]
+    found += [f for f in tiles.iterdir() if _TILES.fullmatch(f.name)] if tiles.is_dir() and not tiles.is_symlink() else []
     return sorted(f for f in found if f.is_file() and not f.is_symlink())
 
 
@@ -60,17 +62,27 @@ def _tuned(files: list[Path]) -> int:
 def show(found: dict[str, Any]) -> Outcome:
     lines = [
         f"{found['folder']} ({'from $' if found['set_by'] != 'default' else ''}{found['set_by']})",
-        f"{found['kernels']} kernels, measured tiles of {found['tuned']}, {total(found['bytes'])}",
+        _told(found),
         f"Triton keeps its own in {found['triton_folder']}",
     ]
     return Outcome("\n".join(lines), found)
+
+
+def _told(found: dict[str, Any]) -> str:
+    """`12 CPU kernels, measured tiles for 1 GPU kernel, 340 kB`; without the tiles where none were measured."""
+    tiles = [f"measured tiles for {_count(found['tuned'], 'GPU kernel')}"] if found["tuned"] else []
+    return ", ".join([_count(found["kernels"], "CPU kernel"), *tiles, total(found["bytes"])])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def clear_cache(dry: bool) -> Outcome:
     """Remove the kernels and what builds that were cut off left; processes that have loaded them keep them."""
     folder = cache_folder()
     files = _files(folder)
-    left = [d for d in folder.glob("build-*") if d.is_dir() and not d.is_symlink() and time.time() - d.stat().st_mtime > _STALE]
+    left = abandoned(folder, _STALE)
     freed = sum(f.stat().st_size for f in files)
     kernels = sum(f.suffix == ".so" for f in files)
     if not dry:
@@ -79,8 +91,7 @@ def clear_cache(dry: bool) -> Outcome:
         for build in left:
             shutil.rmtree(build, ignore_errors=True)
     data = {"folder": str(folder), "kernels": kernels, "tuned": _tuned(files), "bytes": freed, "removed": not dry}
-    told = f"{kernels} kernels, measured tiles of {data['tuned']}, {total(freed)}, from {folder}"
-    return Outcome(f"{'would remove' if dry else 'removed'} {told}", data)
+    return Outcome(f"{'would remove' if dry else 'removed'} {_told(data)}, from {folder}", data)
 
 
 _STALE = 3600.0  # seconds: a younger folder may be a build that runs

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import ArgumentError, InterchangeError
 from ..module import FlexSN
-from .swap import LeaveAlone
+from .swap import LeaveAlone, Swapped
 
 _PEERS = {"spikingjelly": "peer_spikingjelly", "snntorch": "peer_snntorch", "norse": "peer_norse"}
 
@@ -59,23 +60,35 @@ def convert(model: nn.Module, *, backend: str = "auto", step_mode: str | None = 
         model: a network, or a neuron itself (its replacement is `report.model`).
         backend: as for `FlexSN`.
         step_mode: `"m"`: each neuron then takes sequences `[T, *shape]`; `"s"`: one step `[*shape]`. By default as before:
-            SpikingJelly by the node's `step_mode`, snnTorch steps, Norse cells steps and layers sequences.
+            SpikingJelly by the node's `step_mode`, snnTorch steps, Norse cells steps and layers sequences. What a container
+            calls step by step (Norse's `Lift`, SpikingJelly's `MultiStepContainer`) is called so in any case.
 
     Raises:
+        ArgumentError: `model` is no module, or another `step_mode`.
+        InterchangeError: with `step_mode`, a neuron that stays as it is takes the other; nothing is changed then.
         TypeError: the model holds no neuron of any of these libraries.
-        ValueError: another `step_mode`.
     """
+    _check_model(model)
     if step_mode not in (None, "s", "m"):
-        raise ValueError(f'step_mode must be "s", "m" or None, not {step_mode!r}')
-    report = Report(model)
+        raise ArgumentError(f'step_mode must be "s", "m" or None, not {step_mode!r}')
     peers = _peers()
-    done: dict[int, nn.Module] = {}
-    report.model = _walk(model, "", report, peers, done, backend, step_mode)
-    if not (report.replaced or report.left):
+    search = _Search(peers, backend, Report(model))
+    search.look(model, "", step_mode)
+    if not (search.report.replaced or search.report.left):
         raise TypeError(f"{type(model).__name__} holds no neuron of {', '.join(_PEERS)}")
+    for holder, name, child in search.places:
+        if id(child) in search.made:
+            setattr(holder, name, search.made[id(child)][1])
+    search.report.model = search.made.get(id(model), (model, model))[1]
     for peer in peers:
-        peer.finish(report.model)
-    return report
+        peer.finish(search.report.model, list(search.made.values()))
+    return search.report
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ArgumentError(f"convert takes a model, not {what}", hint="Give it an `nn.Module`: `flexsn.convert(model)`.")
 
 
 def _peers() -> list[Any]:
@@ -83,35 +96,57 @@ def _peers() -> list[Any]:
     return [importlib.import_module(f".{ours}", __package__) for name, ours in _PEERS.items() if name in sys.modules]
 
 
-def _walk(module: nn.Module, place: str, report: Report, peers: list[Any], done: dict[int, nn.Module], *options: Any) -> nn.Module:
-    """The module to stand in this place. A module that is used in several places is converted once."""
-    if id(module) in done or isinstance(module, FlexSN):
-        return done.get(id(module), module)
-    done[id(module)] = module
-    peer = next((p for p in peers if p.is_neuron(module)), None)
-    if peer is not None:
-        made = _swap(module, place or "(the model)", report, peer, *options)
-        if made is not None:
-            done[id(module)] = made
-            return made
-    for name, child in [(n, c) for n, c in module._modules.items() if c is not None]:  # named_children() drops repeats
-        new = _walk(child, f"{place}.{name}" if place else name, report, peers, done, *options)
-        if new is not child:
-            setattr(module, name, new)
-    return module
+class _Search:
+    """The neurons of a model and what they become; nothing is changed yet.
+
+    Attributes:
+        made: by the `id` of a neuron: the neuron and its replacement. One that is used in several places is converted once.
+        places: every module with the one that holds it and its name there.
+    """
+
+    def __init__(self, peers: list[Any], backend: str, report: Report):
+        self.peers, self.backend, self.report = peers, backend, report
+        self.made: dict[int, tuple[nn.Module, Swapped]] = {}
+        self.places: list[tuple[nn.Module, str, nn.Module]] = []
+        self.seen: set[int] = set()
+
+    def look(self, module: nn.Module, place: str, step_mode: str | None) -> None:
+        if id(module) in self.seen or isinstance(module, FlexSN):
+            return
+        self.seen.add(id(module))
+        peer = next((p for p in self.peers if p.is_neuron(module)), None)
+        if peer is not None and self.swap(module, place or "(the model)", peer, step_mode):
+            return
+        if any(p.loops(module) for p in self.peers):  # what it holds is called step by step, whatever it takes itself
+            step_mode = None
+        for name, child in [(n, c) for n, c in module._modules.items() if c is not None]:  # named_children() drops repeats
+            self.places.append((module, name, child))
+            self.look(child, f"{place}.{name}" if place else name, step_mode)
+
+    def swap(self, module: nn.Module, place: str, peer: Any, step_mode: str | None) -> bool:
+        before = type(module).__name__
+        try:
+            if any(getattr(module, name) for name in _HOOKS):
+                raise LeaveAlone("has hooks, which would be lost; register them after the conversion")
+            made = peer.replace(module, self.backend, step_mode)
+        except LeaveAlone as reason:
+            self.report.left.append(Entry(place, before, str(reason)))
+            if step_mode not in (None, peer.takes(module)):
+                raise _stays(self.report.left[-1], peer.takes(module), step_mode) from None
+            return False
+        self.report.replaced.append(Entry(place, before, made.summary()))
+        self.made[id(module)] = module, made
+        return True
 
 
-def _swap(module: nn.Module, place: str, report: Report, peer: Any, backend: str, step_mode: str | None) -> nn.Module | None:
-    before = type(module).__name__
-    try:
-        if any(getattr(module, name) for name in _HOOKS):
-            raise LeaveAlone("has hooks, which would be lost; register them after the conversion")
-        made = peer.replace(module, backend, step_mode)
-    except LeaveAlone as reason:
-        report.left.append(Entry(place, before, str(reason)))
-        return None
-    report.replaced.append(Entry(place, before, made.summary()))
-    return made
+def _stays(entry: Entry, takes: str, asked: str | None) -> InterchangeError:
+    words = {"s": "single steps", "m": "whole sequences"}
+    return InterchangeError(
+        f"`{entry.place}` ({entry.before}) stays as it is, and takes {words[takes]}; step_mode={asked!r} is for models that take "
+        f"{words[asked or takes]} throughout. It stays because: {entry.outcome}",
+        hint="Nothing was changed. Convert without `step_mode`, and call the model as before; or convert the parts around this neuron. "
+        "(A neuron of SpikingJelly has a `step_mode` of its own that can be set first.)",
+    )
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -93,6 +93,30 @@ def to_fields(kind: str, arguments: dict[str, Any], dt: float, shape: tuple[int,
     return {**values, "tau_mem": tau * dt, "tau_syn": tau_syn * dt}
 
 
+def check_start(neuron: FlexSN, kind: str, arguments: dict[str, Any]) -> None:
+    """NIR's neurons start at rest (IF: at `v_reset`), with no current.
+
+    Raises:
+        InterchangeError: this one starts elsewhere.
+    """
+    given = neuron.initial_states
+    if given is None:
+        return
+    rest = [arguments.get(s, _DEFAULTS.get(s)) if isinstance(s, str) else s for s in KINDS[kind].start]
+    if callable(given) or not all(bool((torch.as_tensor(r) == (g or 0.0)).all()) for r, g in zip(rest, given, strict=True)):
+        rests = "`v_reset`" if kind == "IF" else "`v_leak`" if len(rest) == 1 else "`v_leak`, with no current"
+        raise InterchangeError(
+            f"starts from initial_states={given!r}; NIR has no initial state: its {kind} starts at {rests}",
+            hint="Write it without `initial_states`, and set these where it is read.",
+        )
+
+
+def array(tensor: Tensor) -> Any:
+    """A copy for numpy, which has no bfloat16; in float32 its values are the same."""
+    value = tensor.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
+
+
 _DEFAULTS = {"r": 1.0, "w_in": 1.0, "v_leak": 0.0}
 _FIELDS = {
     "IF": ("r", "v_threshold", "v_reset"),
@@ -115,10 +139,8 @@ def _expanded(name: str, value: Any, shape: tuple[int, ...], channels: bool) -> 
     """An argument at every neuron; in float64 if it is a number, since NIR keeps what it is given."""
     if not isinstance(value, Tensor):
         return torch.full(shape, float(value), dtype=torch.float64).numpy()
-    array = value.detach().cpu()
-    if channels and array.dim() == 1:
-        array = array.view(-1, *[1] * (len(shape) - 1))
+    laid = value.view(-1, *[1] * (len(shape) - 1)) if channels and value.dim() == 1 else value
     try:
-        return torch.broadcast_to(array, shape).numpy().copy()
+        return array(torch.broadcast_to(laid, shape))
     except RuntimeError:
         raise InterchangeError(f"`{name}` has shape {list(value.shape)}, which is not that of one step {list(shape)}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from ..errors import InterchangeError
 from .describe import KINDS, SPIKING, to_arguments
 from .layers import Delay, PerStep, Scale, SumPool2d, Threshold
 from .network import NIRNetwork
-from .surrogates import above
+from .surrogates import above, at
 
 Read = Callable[[Any], Tensor]
 DT = 1e-4
@@ -37,7 +38,8 @@ def from_nir(
     """A NIR graph as a module: sequences `[T, B, *shape]` to `[T, B, *shape]`.
 
     IF, LI, LIF, CubaLI and CubaLIF become `flexsn.IF`, `LeakyIntegrator`, `LIF`, `CubaLI` and `CubaLIF`, by one forward
-    Euler step per `dt`; they spike where `v > v_threshold`, as NIR says, and start at rest. Affine, Linear, Conv1d, Conv2d,
+    Euler step per `dt`; they spike where `v > v_threshold`, as NIR says (where `v >= v_threshold` if `to_nir` wrote so into the
+    node's `metadata["inclusive"]`), and start at rest. Affine, Linear, Conv1d, Conv2d,
     Scale, Flatten, AvgPool2d and SumPool2d become PyTorch layers, Delay a `Delay`, subgraphs part of the graph. Several edges
     into a node add up. A cycle runs step by step: the edge that closes it carries the step before.
 
@@ -45,7 +47,8 @@ def from_nir(
         graph: a `nir.NIRGraph`, or the path of a file that `nir.write` made.
         dt: length of a step in seconds; by default the graph's `metadata["dt"]`, which `to_nir` writes, else 1e-4.
         surrogate: gradient of the spikes.
-        dtype: of weights and constants; by default PyTorch's default dtype.
+        dtype: of weights and constants; by default the graph's `metadata["dtype"]`, which `to_nir` writes, else PyTorch's
+            default dtype.
         backend: of the neurons, as for `FlexSN`.
 
     Raises:
@@ -57,13 +60,33 @@ def from_nir(
         graph = _read(nir, graph)
     if not isinstance(graph, nir.NIRGraph):
         raise InterchangeError(f"from_nir takes a nir.NIRGraph or a path, not {type(graph).__name__}")
-    dt = float(graph.metadata.get("dt", DT)) if dt is None else dt
-    if not dt > 0:
-        raise InterchangeError(f"dt is the length of a step in seconds, not {dt}")
+    dt = checked_dt(graph.metadata.get("dt", DT) if dt is None else dt)
+    dtype = _checked_dtype(dtype) or getattr(torch, str(graph.metadata.get("dtype")), None) or torch.get_default_dtype()
     nodes, edges = flat(nir, graph)
-    reader = _Reader(dt, above(surrogate), dtype or torch.get_default_dtype(), backend)
+    reader = _Reader(dt, surrogate, dtype, backend)
     shapes = {name: tuple(node.r.shape) for name, node in nodes.items() if type(node).__name__ in KINDS}
     return NIRNetwork({name: reader.module(name, node) for name, node in nodes.items()}, edges, shapes, dt)
+
+
+def checked_dt(dt: Any) -> float:
+    """A number of seconds.
+
+    Raises:
+        InterchangeError: it is none above 0.
+    """
+    try:
+        seconds = float(dt)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise InterchangeError(f"dt is the length of a step in seconds, not {dt!r}")
+    return seconds
+
+
+def _checked_dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InterchangeError(f"dtype must be a floating dtype such as torch.float32, not {dtype!r}")
+    return dtype
 
 
 def _read(nir: Any, path: str | os.PathLike[str]) -> Any:
@@ -104,7 +127,7 @@ class _Reader:
     """Nodes as modules."""
 
     def __init__(self, dt: float, spike: Callable[[Tensor], Tensor], dtype: torch.dtype, backend: str):
-        self.dt, self.spike, self.dtype, self.backend = dt, spike, dtype, backend
+        self.dt, self.surrogate, self.dtype, self.backend = dt, spike, dtype, backend
 
     def module(self, name: str, node: Any) -> nn.Module:
         kind = type(node).__name__
@@ -119,14 +142,19 @@ class _Reader:
     def tensor(self, value: Any) -> Tensor:
         return torch.as_tensor(value, dtype=self.dtype).clone()
 
+    def spike(self, node: Any) -> Callable[[Tensor], Tensor]:
+        return (at if node.metadata.get("inclusive") else above)(self.surrogate)
+
     def neuron(self, kind: str, node: Any) -> nn.Module:
-        fields = {n: self.tensor(v) for n, v in vars(node).items() if n not in ("input_type", "output_type", "metadata")}
+        """Its arguments are computed in float64 and rounded once."""
+        given = {n: v for n, v in vars(node).items() if n not in ("input_type", "output_type", "metadata")}
+        fields = {n: torch.as_tensor(v, dtype=torch.float64) for n, v in given.items()}
         for name in ("tau", "tau_mem", "tau_syn"):
             if name in fields and not bool((fields[name] > 0).all()):
                 raise InterchangeError(f"{name} must be positive; its smallest value is {fields[name].min().item()}")
-        arguments: dict[str, Any] = dict(to_arguments(kind, fields, self.dt))
+        arguments: dict[str, Any] = {n: self.tensor(v) for n, v in to_arguments(kind, fields, self.dt).items()}
         if kind in SPIKING:
-            arguments["surrogate"] = self.spike
+            arguments["surrogate"] = self.spike(node)
         return KINDS[kind](**arguments, backend=self.backend)
 
     def read_input(self, node: Any) -> nn.Module:
@@ -169,7 +197,7 @@ class _Reader:
         return Scale(self.tensor(node.scale))
 
     def read_threshold(self, node: Any) -> nn.Module:
-        return Threshold(self.tensor(node.threshold), self.spike)
+        return Threshold(self.tensor(node.threshold), self.spike(node))
 
     def read_flatten(self, node: Any) -> nn.Module:
         start, end = int(node.start_dim), int(node.end_dim)

@@ -16,10 +16,11 @@ from torch import Tensor, fx, nn
 
 from ..errors import InterchangeError
 from ..module import FlexSN
-from .describe import described, to_fields
+from .describe import array, check_start, described, to_fields
 from .layers import Delay, PerStep, Scale, SumPool2d, Threshold
 from .network import NIRNetwork
-from .nir_in import DT, numbers, the_nir
+from .nir_in import DT, checked_dt, numbers, the_nir
+from .surrogates import spikes_at_threshold
 
 
 @dataclass
@@ -54,27 +55,45 @@ def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -
             made. Dropout and Identity are passed over. Branches may be added, and time be folded into the batch.
         sample_input: `[T, B, *shape]`, or `[B, *shape]` if the model's neurons take single steps; its values do not matter.
         dt: length of a step in seconds; by default that of the network that `from_nir` made, else 1e-4. It is written to
-            `graph.metadata["dt"]`.
+            `graph.metadata["dt"]`, and the dtype of the parameters to `graph.metadata["dtype"]`; a neuron that spikes at
+            `v >= v_threshold`, which NIR cannot say, has `metadata["inclusive"]`. `from_nir` reads these.
 
     Raises:
-        InterchangeError: a layer or neuron that NIR does not have (soft reset among them); the message names it.
+        InterchangeError: a layer or neuron that NIR does not have (a soft reset and `initial_states` among them); the message
+            names it.
         ImportError: the package `nir` is missing.
     """
     nir = the_nir()
+    _check(model, sample_input)
     dts = {m.dt for m in model.modules() if isinstance(m, NIRNetwork)}
-    dt = dt if dt is not None else dts.pop() if len(dts) == 1 else DT
-    if not dt > 0:
-        raise InterchangeError(f"dt is the length of a step in seconds, not {dt}")
+    dt = checked_dt(dt if dt is not None else dts.pop() if len(dts) == 1 else DT)
+    dtype = _dtype(model, sample_input)
     neurons = [m for m in model.modules() if isinstance(m, FlexSN) and not isinstance(m, Delay)]
     leading = 1 if neurons and all(m.step_mode == "s" for m in neurons) else 2
     writer = Writer(nir, dt)
-    signal = Signal(sample_input, (writer.put("input", nir.Input(_sizes(sample_input.shape[leading:])), ()),), leading)
+    sample = sample_input if dtype is None else sample_input.to(dtype)
+    signal = Signal(sample, (writer.put("input", nir.Input(_sizes(sample.shape[leading:])), ()),), leading)
     with torch.no_grad():
         result = _graph(model, writer, signal) if isinstance(model, NIRNetwork) else _trace(model, writer, signal)
     if not isinstance(result, Signal):
         raise InterchangeError(f"the model returns a {type(result).__name__}; NIR takes one tensor")
     writer.put("output", nir.Output(_sizes(result.step)), result.sources)
-    return nir.NIRGraph(writer.nodes, writer.edges, metadata={"dt": dt}, type_check=False)
+    metadata = {"dt": dt} if dtype is None else {"dt": dt, "dtype": str(dtype).removeprefix("torch.")}
+    return nir.NIRGraph(writer.nodes, writer.edges, metadata=metadata, type_check=False)
+
+
+def _check(model: Any, sample_input: Any) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InterchangeError(f"to_nir takes a module, not {what}", hint="A function is the forward of a module.")
+    if not isinstance(sample_input, Tensor):
+        raise InterchangeError(f"sample_input must be a tensor, not a {type(sample_input).__name__}")
+
+
+def _dtype(model: nn.Module, sample_input: Tensor) -> torch.dtype | None:
+    """That of all parameters; without parameters that of the sample; None if several."""
+    found = {p.dtype for p in model.parameters()} or {sample_input.dtype}
+    return found.pop() if len(found) == 1 and all(d.is_floating_point for d in found) else None
 
 
 def _graph(network: NIRNetwork, writer: Writer, signal: Signal) -> Signal:
@@ -99,10 +118,7 @@ def _trace(model: nn.Module, writer: Writer, signal: Signal) -> Any:
         raise InterchangeError(
             f"the forward of {type(model).__name__} cannot be traced: {error}", hint="It must not loop over time or branch on values."
         ) from error
-    try:
-        return _Run(fx.GraphModule(model, graph), writer).run(signal)
-    except InterchangeError as error:  # torch.fx adds the line of its graph to the text
-        raise InterchangeError(error.reason, hint=error.hint) from None
+    return _Run(fx.GraphModule(model, graph), writer).run(signal)
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -120,7 +136,7 @@ class _Run(fx.Interpreter):
 
     def __init__(self, traced: fx.GraphModule, writer: Writer):
         super().__init__(traced)
-        self.writer = writer
+        self.writer, self.extra_traceback = writer, False  # torch.fx adds the line of its graph to the text of an error
 
     def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:
         module = self.fetch_attr(target)
@@ -216,12 +232,19 @@ class Writer:
             raise InterchangeError("is called with time folded into the batch")
         self.used.add(id(neuron))
         if isinstance(neuron, Delay):
-            node = self.nir.Delay(_array(torch.broadcast_to(neuron.steps.double() * self.dt, x.step)))
+            node = self.nir.Delay(array(torch.broadcast_to(neuron.steps.double() * self.dt, x.step)))
         else:
             kind, arguments = described(neuron)
             channels = getattr(neuron, "per_channel", None) is not None
             node = getattr(self.nir, kind)(**to_fields(kind, arguments, self.dt, x.step, channels))
+            check_start(neuron, kind, arguments)
+            self.mark(node, arguments.get("surrogate"), x)
         return Signal(x.value, (self.put(name, node, x.sources),), x.leading)
+
+    def mark(self, node: Any, spike: Any, x: Signal) -> None:
+        """NIR's neurons spike above the threshold alone."""
+        if spike is not None and spikes_at_threshold(spike, x.value.device):
+            node.metadata["inclusive"] = True
 
     def flatten(self, name: str, start: int, end: int, x: Signal) -> Signal:
         rank = x.value.dim()
@@ -239,16 +262,18 @@ class Writer:
         if isinstance(module, nn.Linear):
             if len(x.step) != 1:
                 raise InterchangeError(f"acts on the last dim of steps {list(x.step)}; NIR's take vectors", hint="Flatten first.")
-            weight = _array(module.weight)
-            return nir.Linear(weight) if module.bias is None else nir.Affine(weight, _array(module.bias))
+            weight = array(module.weight)
+            return nir.Linear(weight) if module.bias is None else nir.Affine(weight, array(module.bias))
         if isinstance(module, nn.Conv1d | nn.Conv2d):
             return self.conv(module, x)
         if isinstance(module, nn.AvgPool2d | nn.LPPool2d):
             return self.pool(module, x)
         if isinstance(module, Scale):
-            return nir.Scale(_array(torch.broadcast_to(module.scale, x.step)))
+            return nir.Scale(array(torch.broadcast_to(module.scale, x.step)))
         if isinstance(module, Threshold):
-            return nir.Threshold(_array(torch.broadcast_to(module.threshold, x.step)))
+            node = nir.Threshold(array(torch.broadcast_to(module.threshold, x.step)))
+            self.mark(node, module.spike, x)
+            return node
         norm = isinstance(module, nn.modules.batchnorm._NormBase)
         raise InterchangeError("NIR has no such node", hint="Fold it into the convolution or the linear layer before it." if norm else None)
 
@@ -258,9 +283,9 @@ class Writer:
         flat = isinstance(module, nn.Conv1d)
         padding = module.padding if isinstance(module.padding, str) else module.padding[0] if flat else module.padding
         node = (self.nir.Conv1d if flat else self.nir.Conv2d)(
-            input_shape=None, weight=_array(module.weight), stride=module.stride[0] if flat else module.stride, padding=padding,
+            input_shape=None, weight=array(module.weight), stride=module.stride[0] if flat else module.stride, padding=padding,
             dilation=module.dilation[0] if flat else module.dilation, groups=module.groups,
-            bias=_array(module.bias) if module.bias is not None else _array(module.weight.new_zeros(module.out_channels)),
+            bias=array(module.bias) if module.bias is not None else array(module.weight.new_zeros(module.out_channels)),
         )  # fmt: skip
         node.input_shape = x.step[1] if flat else tuple(x.step[1:])
         node.input_type = {"input": _sizes(x.step)}
@@ -293,7 +318,3 @@ def _inside(module: nn.Module) -> list[nn.Module] | None:
 
 def _sizes(shape: Sequence[int]) -> Any:
     return torch.tensor(tuple(shape), dtype=torch.long).numpy()
-
-
-def _array(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().numpy().copy()

@@ -29,6 +29,15 @@ def leaves(state: Any) -> Iterator[Tensor]:
             yield part
 
 
+def leaf_names(state: Any, prefix: str = "") -> Iterator[str]:
+    """`v`, `i`, and `lif.v` for those of a state tuple within."""
+    for name, part in zip(state._fields, state, strict=True):
+        if isinstance(part, tuple):
+            yield from leaf_names(part, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
 def rebuild(like: Any, values: Iterator[Any]) -> Any:
     """A state tuple of the same types from its tensors."""
     return type(like)(*(rebuild(part, values) if isinstance(part, tuple) else next(values) for part in like))
@@ -70,20 +79,31 @@ _LEAKY = {"lif_feed_forward_step": "CubaLIF", "lif_box_feed_forward_step": "LIF"
 class NorseNeuron(Swapped):
     """Called as the cell (`step_mode="s"`) or layer (`"m"`) it stands for: `z, state = lif(x, state)`."""
 
+    state_fallback: Any = None
+    record_states = False
+
     def __init__(self, neuron: Any, step_mode: str, backend: str):
         over_time = isinstance(neuron, SNN)
         example = neuron.state_fallback(torch.zeros((1, 1, 1) if over_time else (1, 1)))
-        super().__init__(Step(neuron, example), neuron, len(list(leaves(example))), step_mode, backend)
-        self.fallback, self.p, self.dt = neuron.state_fallback, neuron.p, neuron.dt
-        self.fallback_over_time, self.record_states = over_time, getattr(neuron, "record_states", False)
+        super().__init__(Step(neuron, example), neuron, tuple(leaf_names(example)), step_mode, backend)
+        self.state_fallback, self.fallback_over_time = neuron.state_fallback, over_time
+        self.record_states = getattr(neuron, "record_states", False)
+
+    def write(self, name: str, value: Any) -> None:
+        """The cell whose method makes the first state has the same `p`."""
+        super().write(name, value)
+        cell = getattr(self.state_fallback, "__self__", None)
+        if name == "p" and cell is not None:
+            cell.p = value
 
     def forward(self, input_tensor: Tensor, state: Any = None) -> tuple[Tensor, Any]:  # type: ignore[override]  # as Norse's
         xs = input_tensor if self.step_mode == "m" else input_tensor.unsqueeze(0)
-        state = self.fallback(xs if self.fallback_over_time else xs[0]) if state is None else state
+        state = self.state_fallback(xs if self.fallback_over_time else xs[0]) if state is None else state
         values = [v.to(torch.result_type(v, xs)).expand(xs.shape[1:]) for v in leaves(state)]
-        outputs, finals, trail = self.run((xs,), values, self.record_states)
+        outputs, finals, trail = self.run((xs,), values, self.record_states or self.store_state_seqs)
+        self._carry(None, trail if self.store_state_seqs else None)
         spikes = outputs[0] if self.step_mode == "m" else outputs[0].squeeze(0)
-        return spikes, rebuild(state, iter(trail or finals))
+        return spikes, rebuild(state, iter(trail if trail and self.record_states else finals))
 
 
 class LiftedNeuron(NorseNeuron):
@@ -119,5 +139,15 @@ def replace(neuron: Any, backend: str, step_mode: str | None) -> Swapped:
     return made
 
 
-def finish(model: nn.Module) -> None:
+def takes(neuron: nn.Module) -> str:
+    """A cell takes one step per call."""
+    return "s" if isinstance(neuron, SNNCell | SNNRecurrentCell) else "m"
+
+
+def loops(module: nn.Module) -> bool:
+    """`Lift` calls what it holds at every step."""
+    return isinstance(module, Lift)
+
+
+def finish(model: nn.Module, swapped: list[tuple[nn.Module, Swapped]]) -> None:
     pass

@@ -8,7 +8,7 @@ step, clamped to [0, 1].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import snntorch
 import torch
@@ -66,7 +66,7 @@ class Neuron(nn.Module):
             )
         if bool((self.graded_spikes_factor != 1).any()):
             raise InterchangeError("has graded spikes; NIR's are 0 or 1")
-        return kind, {"v_threshold": self.threshold, "v_reset": 0.0, "decay_input": False, **times}
+        return kind, {"v_threshold": self.threshold, "v_reset": 0.0, "decay_input": False, "surrogate": self.spike, **times}
 
     def describe_times(self) -> Described:
         raise InterchangeError(f"NIR has no primitive for snnTorch's {type(self).__name__}")
@@ -145,20 +145,35 @@ class SnnTorchNeuron(Swapped):
     states of every step, `[T, *shape]` each, as a loop over time would have stacked them.
     """
 
+    renamed: ClassVar[dict[str, str]] = {"spike_grad": "spike"}
+    init_hidden = output = False
+    threshold: Tensor
+
     def __init__(self, core: nn.Module, neuron: Any, state_names: tuple[str, ...], step_mode: str, backend: str):
-        super().__init__(core, neuron, len(state_names), step_mode, backend)
-        self.state_names = state_names
-        self.init_hidden, self.output, self.reset_mechanism = neuron.init_hidden, neuron.output, neuron.reset_mechanism
+        super().__init__(core, neuron, state_names, step_mode, backend)
+        self.init_hidden, self.output = neuron.init_hidden, neuron.output
         carried = [getattr(neuron, name) for name in state_names]
         self.states = carried if all(v.numel() for v in carried) else None
+
+    @property
+    def reset_mechanism(self) -> str:
+        return self.holder.mechanism
+
+    @reset_mechanism.setter
+    def reset_mechanism(self, value: str) -> None:
+        self.refuse("reset_mechanism")
+
+    def write(self, name: str, value: Any) -> None:
+        super().write(name, from_snntorch(value) if name == "spike_grad" else value)
 
     def forward(self, x: Tensor, *states: Tensor | None, **named: Tensor | None) -> Any:  # type: ignore[override]  # as snnTorch's
         given = dict(zip(self.state_names, states, strict=False)) | named
         if self.init_hidden and any(v is not None for v in given.values()):
             raise TypeError(f"{', '.join(given)} cannot be passed to a neuron with init_hidden=True, which keeps its states")
         xs = x if self.step_mode == "m" else x.unsqueeze(0)
-        outputs, finals, trail = self.run((xs,), self._starting(xs[0], given), self.step_mode == "m")
-        self._carry(finals, None)
+        stored = self.store_state_seqs
+        outputs, finals, trail = self.run((xs,), self._starting(xs[0], given), stored or self.step_mode == "m")
+        self._carry(finals, trail if stored else None)
         if self.step_mode == "m":
             return (outputs[0], *(trail or ())) if self.output or not self.init_hidden else outputs[0]
         spikes = outputs[0].squeeze(0)
@@ -178,27 +193,17 @@ class SnnTorchNeuron(Swapped):
 
     init_leaky = init_lapicque = init_synaptic = init_alpha = reset_mem
 
-    def __getattr__(self, name: str) -> Any:
-        names = self.__dict__.get("state_names", ())
-        if name in names:
-            return self.states[names.index(name)] if self.states is not None else self.threshold.new_zeros(0)
-        core = self.__dict__.get("_modules", {}).get("core")
-        if core is not None and name in core._parameters | core._buffers:
-            return getattr(core, name)
-        return super().__getattr__(name)
+    def state(self, name: str) -> Tensor:
+        return self.threshold.new_zeros(0) if self.states is None else self.states[self.state_names.index(name)]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("state_names", ()):
-            self._set_state(name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def _set_state(self, name: str, value: Tensor) -> None:
-        """`snntorch.utils.reset` writes zeros into every state."""
-        if value.numel():
-            states = list(self.states) if self.states is not None else [torch.zeros_like(value) for _ in self.state_names]
-            states[self.state_names.index(name)] = value
-            self._carry(states, None)
+    def set_state(self, name: str, value: Tensor) -> None:
+        """An empty one stands for zeros. `snntorch.utils.reset` writes zeros into every state."""
+        if not isinstance(value, Tensor):
+            raise InterchangeError(f"`{name}` of a converted {self.old_name} is a tensor, not {value!r}", hint="Write torch.full(...).")
+        states = list(self.states) if self.states is not None else [torch.zeros_like(value) for _ in self.state_names]
+        k = self.state_names.index(name)
+        states[k] = value if value.numel() else torch.zeros_like(states[k])
+        self._carry(states if any(v.numel() for v in states) else None, self.state_seqs)
 
 
 class _Alone(nn.Module):
@@ -236,7 +241,6 @@ def replace(neuron: Any, backend: str, step_mode: str | None) -> Swapped:
     core, names = CORES[type(neuron)]
     made = FUSED[type(neuron)](core(neuron), neuron, names, step_mode or "s", backend)
     check_fuses(made)
-    _take_place(neuron, made)
     return made
 
 
@@ -247,11 +251,16 @@ def _why_not(neuron: Any) -> str:
     return f"a subclass of {known}" if known else "not among those that flexsn converts"
 
 
-def _take_place(old: Any, new: Swapped) -> None:
-    """In the list by which snnTorch resets and detaches all neurons."""
-    instances: Sequence[Any] = SpikingNeuron.instances
-    SpikingNeuron.instances[:] = [new if n is old else n for n in instances]
+def takes(neuron: nn.Module) -> str:
+    """One step per call."""
+    return "s"
 
 
-def finish(model: nn.Module) -> None:
-    pass
+def loops(module: nn.Module) -> bool:
+    return False
+
+
+def finish(model: nn.Module, swapped: list[tuple[nn.Module, Swapped]]) -> None:
+    """The new neurons take the place of the old in the list by which snnTorch resets and detaches all of them."""
+    new = {id(old): made for old, made in swapped}
+    SpikingNeuron.instances[:] = [new.get(id(n), n) for n in SpikingNeuron.instances]

@@ -7,10 +7,11 @@ None. Time constants are in steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from spikingjelly.activation_based import base, functional, neuron
+from spikingjelly.activation_based import base, functional, layer, neuron
 from torch import Tensor, nn
 
 from ..module import FlexSN
@@ -23,18 +24,19 @@ class Node(nn.Module):
     """Fire and reset; subclasses charge. Constants of the node by their names there."""
 
     constants: tuple[str, ...] = ()
+    surrogate_function: Any
     if TYPE_CHECKING:  # what `__init__` copies by name
 
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, node: Any):
         super().__init__()
-        self.spike = from_spikingjelly(node.surrogate_function)
+        self.surrogate_function = node.surrogate_function
         for name in ("v_threshold", "v_reset", "detach_reset", *self.constants):
             setattr(self, name, getattr(node, name))
 
     def fire(self, h: Tensor) -> Tensor:
-        return self.spike(h - self.v_threshold)
+        return from_spikingjelly(self.surrogate_function)(h - self.v_threshold)
 
     def after(self, h: Tensor, s: Tensor) -> Tensor:
         s = s.detach() if self.detach_reset else s
@@ -56,7 +58,7 @@ class Node(nn.Module):
         raise NotImplementedError
 
     def describe_reset(self) -> dict[str, Any]:
-        return {"v_threshold": self.v_threshold, "v_reset": self.v_reset}
+        return {"v_threshold": self.v_threshold, "v_reset": self.v_reset, "surrogate": from_spikingjelly(self.surrogate_function)}
 
     def describe_leak(self) -> dict[str, Any]:
         return {**self.describe_reset(), "v_leak": self.v_reset or 0.0, "decay_input": self.decay_input}
@@ -199,7 +201,7 @@ class GatedLIF(nn.Module):
 
     def __init__(self, node: Any):
         super().__init__()
-        self.spike = from_spikingjelly(node.surrogate_function)
+        self.surrogate_function = node.surrogate_function
         self.gates = ("alpha", "beta", "gamma", "tau", "v_threshold", "linear_decay", "v_subreset")
         keep(self, node, *self.gates, "conduct")
 
@@ -208,7 +210,7 @@ class GatedLIF(nn.Module):
         kept = (1 - alpha * (1 - tau)) * v
         h = kept - (1 - alpha) * linear + x * (1 - beta * (1 - conduct))
         h = h - kept * gamma * s - (1 - gamma) * drop * s
-        s = self.spike(h - threshold)
+        s = from_spikingjelly(self.surrogate_function)(h - threshold)
         return s, h, s
 
 
@@ -222,29 +224,48 @@ PARALLEL = (neuron.PSN, neuron.MaskedPSN, neuron.SlidingPSN)
 
 
 class SpikingJellyNeuron(Swapped):
-    """As the node it stands for: `step_mode`, `reset()`, `detach()`, the states by their names, `store_v_seq` and `v_seq`."""
+    """As the node it stands for: `step_mode`, `reset()`, `detach()`, `store_v_seq` and `v_seq`, the states and constants by name."""
 
     def __init__(self, core: nn.Module, node: Any, step_mode: str, backend: str):
-        super().__init__(core, node, len(node._memories), step_mode, backend, num_inputs=2 if isinstance(core, GatedLIF) else 1)
-        self.state_names = tuple(node._memories)
-        self._name_states()
+        super().__init__(core, node, tuple(node._memories), step_mode, backend, num_inputs=2 if isinstance(core, GatedLIF) else 1)
         self.start = self.initial_states = tuple(node._memories_rv.values())
         self.store_state_seqs = getattr(node, "store_v_seq", False)
-        carried = tuple(node._memories.values())
-        if any(isinstance(v, Tensor) for v in carried):
-            like = next(v for v in carried if isinstance(v, Tensor))
-            self.states = [v if isinstance(v, Tensor) else torch.full_like(like, v) for v in carried]
+        for name, value in node._memories.items():
+            if isinstance(value, Tensor):
+                self.set_state(name, value)
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
-        x = inputs[0] if self.step_mode == "s" else inputs[0][0]
-        if self.states is not None and self.fitting(x, self.states) is None:
-            self.reset()
+        if self.states is not None:
+            self.states = self._settled(inputs[0])
         earlier = self.v_seq if self.step_mode == "s" else None
         outputs = super().forward(*inputs, **named)
-        if earlier is not None and self.state_seqs:  # single steps add up until reset()
+        if earlier is not None and self.state_seqs:  # single steps of one shape add up until reset()
             k = self.state_names.index("v")
-            self.state_seqs[k] = torch.cat([earlier, self.state_seqs[k]])
+            if earlier.shape[1:] == self.state_seqs[k].shape[1:]:
+                self.state_seqs[k] = torch.cat([earlier, self.state_seqs[k]])
         return outputs
+
+    def _settled(self, x: Tensor) -> list[Tensor]:
+        """The carried states as those of one step of `x`: numbers are filled in; one of another shape starts anew."""
+        shape, found = x.shape[self.step_mode == "m" :], []
+        for state, start in zip(self.states or (), self.start, strict=True):
+            value = state if state.shape == shape or not state.dim() else torch.as_tensor(start, dtype=torch.float64)
+            found.append(value.to(x.device, x.dtype).expand(shape))
+        return found
+
+    @property
+    def holder(self) -> Any:
+        return self.core.node if isinstance(self.core, OwnStep) else self.core
+
+    def state(self, name: str) -> Any:
+        k = self.state_names.index(name)
+        return self.start[k] if self.states is None else self.states[k]
+
+    def set_state(self, name: str, value: Tensor | float) -> None:
+        """A number, for the shape of the next call, is kept as a tensor without dims."""
+        now: Sequence[Any] = self.start if self.states is None else self.states
+        values = [value if n == name else v for n, v in zip(self.state_names, now, strict=True)]
+        self.states = [v if isinstance(v, Tensor) else torch.tensor(float(v), dtype=torch.float64) for v in values]
 
     @property
     def store_v_seq(self) -> bool:
@@ -257,31 +278,6 @@ class SpikingJellyNeuron(Swapped):
     @property
     def v_seq(self) -> Tensor | None:
         return self.state_seqs[self.state_names.index("v")] if self.state_seqs else None
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._name_states()
-
-    def _name_states(self) -> None:
-        """Attributes of the class: were there a `__getattr__`, `torch.compile` would drop what is assigned to `states`."""
-        for name in self.state_names:
-            if not hasattr(SpikingJellyNeuron, name):
-                setattr(SpikingJellyNeuron, name, _State(name))
-
-
-class _State:
-    """The state of this name, by reading alone."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __get__(self, neuron: Any, kind: type | None = None) -> Any:
-        if neuron is None:
-            return self
-        if self.name not in neuron.state_names:
-            raise AttributeError(f"{neuron.old_name} has no state `{self.name}`")
-        k = neuron.state_names.index(self.name)
-        return neuron.start[k] if neuron.states is None else neuron.states[k]
 
 
 class GatedNeuron(SpikingJellyNeuron):
@@ -351,7 +347,23 @@ def _core_of(kind: type) -> type[nn.Module]:
 STEP, MULTI_STEP = "single_step_functional_forward", "multi_step_functional_forward"
 
 
-def finish(model: nn.Module) -> None:
+def takes(node: Any) -> str:
+    """By its step mode; some have one alone."""
+    return getattr(node, "step_mode", None) or node.supported_step_mode()[0]
+
+
+def loops(module: nn.Module) -> bool:
+    """Whether a container calls what it holds at every step."""
+    return isinstance(module, _LOOPS)
+
+
+_LOOPS = (
+    layer.MultiStepContainer, layer.TLastMultiStepContainer, layer.StepModeContainer, layer.ElementWiseRecurrentContainer,
+    layer.LinearRecurrentContainer,
+)  # fmt: skip
+
+
+def finish(model: nn.Module, swapped: list[tuple[nn.Module, Swapped]]) -> None:
     """SpikingJelly remembers which modules `reset_net(model)` resets."""
     for module in model.modules():
         functional.invalidate_reset_cache(module)

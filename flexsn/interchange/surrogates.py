@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,11 +27,25 @@ def above(spike: Spike) -> Spike:
     return functools.partial(_above, spike)
 
 
+def at(spike: Spike) -> Spike:
+    """`spike`, and 1 where `x == 0`, if it has a setting for that."""
+    if "inclusive" in inspect.signature(spike).parameters:
+        return functools.partial(spike, inclusive=True)  # type: ignore[call-arg]  # its signature says so
+    return spike
+
+
+@torch.no_grad()
+def spikes_at_threshold(spike: Spike, device: torch.device) -> bool:
+    """Whether it spikes where `x == 0`."""
+    return bool((spike(torch.zeros(1, device=device)) > 0).any())
+
+
 def _above(spike: Spike, x: Tensor) -> Tensor:
     return spike(x) - (x == 0).to(x.dtype)
 
 
-_SPIKINGJELLY = {  # its class: flexsn's function, of arguments with the same names
+# its class: flexsn's function, of arguments with the same names; read-only, so that no call looks for changes in it
+_SPIKINGJELLY = MappingProxyType({
     "ATan": surrogate.atan,
     "Erf": surrogate.erf,
     "FakeNumericalGradient": surrogate.fake_numerical_gradient,
@@ -47,7 +62,7 @@ _SPIKINGJELLY = {  # its class: flexsn's function, of arguments with the same na
     "SoftSign": surrogate.soft_sign,
     "SquarewaveFourierSeries": surrogate.squarewave_fourier_series,
     "SuperSpike": lambda alpha: surrogate.super_spike(beta=1.0, height=alpha),
-}
+})  # fmt: skip
 
 _SNNTORCH = {  # its function: flexsn's, of arguments with the same names
     "atan": surrogate.atan,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..capture import Meta
 from ..compile import program_for
-from ..errors import CannotFuseError
+from ..errors import CannotFuseError, InterchangeError
 from ..module import FlexSN
 from ..signature import core_name, make_signature
 
@@ -28,8 +28,28 @@ def keep(core: nn.Module, source: nn.Module, *names: str) -> None:
             core.register_buffer(name, buffer)
 
 
+class Attribute:
+    """An attribute of the old neuron, by the name that it had there.
+
+    On the class: were there a `__getattr__` instead, `torch.compile` would drop what is assigned to `states`.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, neuron: Any, kind: type | None = None) -> Any:
+        return self if neuron is None else neuron.read(self.name)
+
+    def __set__(self, neuron: Any, value: Any) -> None:
+        neuron.write(self.name, value)
+
+
 class Swapped(FlexSN):
     """A neuron of another library as a `FlexSN`.
+
+    The attributes of the old neuron are read and written by their old names: states are those carried here, and what its
+    step reads (time constants, thresholds, the surrogate) is what the core reads. What the core has no place for can be
+    read, and raises an `InterchangeError` when it is written.
 
     It loads state dicts from before the conversion: the keys of the old neuron's tensors are those of the core's, and
     what only the old neuron kept (states as buffers, flags) is passed over.
@@ -37,16 +57,85 @@ class Swapped(FlexSN):
     Args:
         core: one step; an `nn.Module` that holds the old neuron's parameters by their names.
         old: the neuron it stands for.
-        num_inputs, num_states: how many the core takes.
-        step_mode, backend: as for `FlexSN`.
+        state_names: of the states that the core takes.
+        step_mode, backend, num_inputs: as for `FlexSN`.
     """
 
-    def __init__(self, core: nn.Module, old: nn.Module, num_states: int, step_mode: str, backend: str, num_inputs: int = 1):
-        super().__init__(core, num_inputs=num_inputs, num_states=num_states, step_mode=step_mode, backend=backend)
+    renamed: ClassVar[dict[str, str]] = {}  # attributes of the old neuron that the core calls otherwise
+
+    def __init__(self, core: nn.Module, old: nn.Module, state_names: tuple[str, ...], step_mode: str, backend: str, num_inputs: int = 1):
+        super().__init__(core, num_inputs=num_inputs, num_states=len(state_names), step_mode=step_mode, backend=backend)
+        self.state_names = state_names
         self.old_name = type(old).__name__
         self.old_keys = tuple(old.state_dict())
+        values = {n: v for n, v in _public(old).items() if not self._has_own(n)}
+        self.places = {n: self.renamed.get(n, n) for n in values if hasattr(self.holder, self.renamed.get(n, n))}
+        self.fixed = {n: v if isinstance(v, _PLAIN) else None for n, v in values.items() if n not in (*self.places, *state_names)}
+        self._lend_attributes()
         self.train(old.training)
 
+    # --- the attributes of the old neuron -----------------------------------------------------------------------------
+    @property
+    def holder(self) -> Any:
+        """What holds the constants of the step."""
+        return self.core
+
+    def _has_own(self, name: str) -> bool:
+        """Whether this module, or its class, has a meaning of its own for a name."""
+        own = type(self).__mro__[: type(self).__mro__.index(FlexSN) + 1]
+        known = [vars(c)[name] for c in own if name in vars(c)]
+        return name in vars(self) or name in self._modules or any(not isinstance(v, Attribute) for v in known)
+
+    def _lend_attributes(self) -> None:
+        for name in (*self.state_names, *self.places, *self.fixed):
+            if not self._has_own(name):
+                setattr(type(self), name, Attribute(name))
+
+    def read(self, name: str) -> Any:
+        if name in self.state_names:
+            return self.state(name)
+        if name in self.places:
+            return getattr(self.holder, self.places[name])
+        if name in self.fixed:
+            return self.fixed[name]
+        if name in vars(self):  # the attribute is lent to another neuron of this class
+            return vars(self)[name]
+        raise AttributeError(f"a converted {self.old_name} has no attribute `{name}`")
+
+    def write(self, name: str, value: Any) -> None:
+        if name in self.state_names:
+            self.set_state(name, value)
+        elif name in self.places:
+            setattr(self.holder, self.places[name], value)
+        elif name in self.fixed:
+            self.refuse(name)
+        else:
+            vars(self)[name] = value
+
+    def refuse(self, name: str) -> None:
+        raise InterchangeError(
+            f"`{name}` of a converted {self.old_name} cannot be changed: the step that flexsn runs has no place for it",
+            hint="Change it before `flexsn.convert`.",
+        )
+
+    def state(self, name: str) -> Any:
+        raise NotImplementedError
+
+    def set_state(self, name: str, value: Any) -> None:
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """`nn.Module` would register a parameter or a module here, under the name of what the core has."""
+        if isinstance(getattr(type(self), name, None), Attribute):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lend_attributes()
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
     def _load_from_state_dict(self, state_dict, prefix, *args):
         for key in self.old_keys:
             if prefix + key in state_dict:
@@ -55,18 +144,22 @@ class Swapped(FlexSN):
                     state_dict[f"{prefix}core.{key}"] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def fitting(self, x: Tensor, states: Sequence[Tensor | None] | None) -> list[Tensor | None] | None:
-        """The carried states if they have the shape of one step `x`; else None: all three libraries start anew then."""
-        if states is None or any(v is not None and v.shape != x.shape for v in states):
-            return None
-        return list(states)
-
     def summary(self) -> str:
         spans = {"s": "one step per call", "m": "whole sequences"}[self.step_mode]
         return f"FlexSN, core {core_name(self.core)}, {spans}"
 
     def extra_repr(self) -> str:
         return f"was {self.old_name}, {super().extra_repr()}"
+
+
+_PLAIN = (int, float, str, Tensor)
+
+
+def _public(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that its class made, without private ones."""
+    found = {n: v for n, v in vars(module).items() if n not in vars(nn.Module())}
+    found |= module._parameters | module._buffers | module._modules
+    return {n: v for n, v in found.items() if not n.startswith("_")}
 
 
 def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
