@@ -207,12 +207,26 @@ def steps(neuron: Neuron, inputs: list[Tensor], cotangents: list[Tensor], run: c
     return inference, training
 
 
+class Doubled(torch.autograd.Function):
+    """The least that a step through Python costs on a machine: one kernel per direction and nothing to decide."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
 def measure_calls() -> dict:
     rows = []
     for T, N in ((4, 1024), (32, 802_816), (96, 32_768), (1024, 16_384)):
         inputs, cotangents = operands(LIF_SIGMOID, T, N)
         inference, training = steps(LIF_SIGMOID, inputs, cotangents)
         row = {"T": T, "N": N, "inference_ms": wall(inference), "training_ms": wall(training)}
+        leaf = inputs[0].detach().clone().requires_grad_()
+        row["function_ms"] = wall(lambda leaf=leaf, gs=cotangents: torch.autograd.grad(Doubled.apply(leaf), leaf, gs))
         row |= {"inference_graph_ms": wall(graphed(inference)), "training_graph_ms": wall(graphed(training))}
         rows.append(row)
         print("calls:", {k: round(v, 4) for k, v in row.items()}, flush=True)

@@ -167,7 +167,7 @@ class Kernel:
         self._run(self._ready.get(key) or self.prepare(*key), device.index, (*pointers, *dims, T, N, given))
 
     def _run(self, ready: tuple, index: int, arguments: tuple) -> None:
-        launch, grid, function, fixed, tile = ready
+        launch, grid, function, fixed, tile, _ = ready
         if _compat.current_device() == index:
             launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *arguments, tile.block, tile.ahead)
         else:
@@ -260,9 +260,9 @@ class Kernel:
 
 
 def _ready(binary: Any, N: int, tile: Tile) -> tuple:
-    """What a launch over N neurons needs: the function that launches, the number of programs, the kernel, its metadata, the tile."""
+    """What a launch over N neurons needs: what launches, the number of programs, the kernel, its metadata, the tile, the binary."""
     launch, between = _compat.triton_launch(binary)
-    return launch, -(-N // tile.block), binary.function, (*between, binary.packed_metadata, None, None, None), tile
+    return launch, -(-N // tile.block), binary.function, (*between, binary.packed_metadata, None, None, None), tile, binary
 
 
 @functools.cache

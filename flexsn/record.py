@@ -215,8 +215,8 @@ class Recorder(Tape, TorchDispatchMode):
         if len(terms) == 2 and all(n.meta.get("uniform") == 0 for n in terms):  # no gradient, masked or accumulated
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
-        linear = self.in_backward and kinds == {"static"} and (_LINEAR.get(name) == 1 or "_backward" in name)
-        if linear and any(map(_is_nil, nodes if name in _PRODUCTS else nodes[:1])):
+        factors = nodes if name in _PRODUCTS else nodes[:1] if _LINEAR.get(name) == 1 or "_backward" in name else ()
+        if self.in_backward and kinds == {"static"} and (any(map(_is_nil, factors)) or (len(terms) == 2 and all(map(_is_nil, terms)))):
             val = self.add(func, args, kwargs, "static", nodes)
             for part in _tensors(val):
                 self.node_of(part).meta["nil"] = True

@@ -213,3 +213,12 @@ def test_dtypes_that_mix_in_a_step_without_dims_alone():
     core = lambda x, v: (torch.isclose(v.float() + x, v.float()), v)
     with pytest.raises(UnsupportedOpError, match="not on operands of the step shape"):
         flexsn.scan(core, [torch.ones(3, dtype=torch.float64)], [torch.ones(1, dtype=torch.int16)], backend="cpp")
+
+
+def test_a_gradient_of_zeros_under_a_condition():
+    def core(x, p):
+        return x - p, torch.round(torch.sin(p.clamp(-14.0, 14.0))) + x * 0.0
+
+    p = torch.tensor(1.0, requires_grad=True)
+    outputs, _ = flexsn.scan(core, [torch.rand(3, 5)], [], [p], backend="cpp")
+    assert torch.autograd.grad(sum(y.sum() for y in outputs), p)[0].item() == -15.0

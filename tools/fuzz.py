@@ -1,6 +1,6 @@
 """Random cores, thousands of them, against the eager loop: results to the bit, gradients within their rounding errors.
 
-    python tools/fuzz.py [--cases 10000] [--seed N] [--backend cpp|triton] [--only LABEL] [--every-as-users 8]
+    python tools/fuzz.py [--cases 10000] [--first 0] [--seed N] [--backend cpp|triton] [--only LABEL] [--every-as-users 8]
 
 Prints its seed; case k has the label `seed/k`, from which everything follows: `--only seed/k` runs it alone. A failure is made
 small and printed as a program that runs by itself. Most C++ kernels are built without optimisation, a hundred to a library; one
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="start at case K: parts of one run, side by side")
     parser.add_argument("--seed", type=int, help="a new one if not given")
     parser.add_argument("--backend", choices=["cpp", "triton"], default="cpp", help="triton runs in its interpreter, slowly")
     parser.add_argument("--only", metavar="LABEL", help="one case, seed/number")
@@ -42,7 +43,7 @@ def _run(options: argparse.Namespace) -> int:
     from fuzzing import batch, campaign
 
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
-    labels = [options.only] if options.only else [f"{seed}/{k}" for k in range(options.cases)]
+    labels = [options.only] if options.only else [f"{seed}/{options.first + k}" for k in range(options.cases)]
     print(f"seed {seed}, {len(labels)} cores, backend {options.backend}; again: make fuzz SEED={seed} CASES={options.cases}", flush=True)
     report, start = campaign.Report(), time.perf_counter()
     for number, first in enumerate(range(0, len(labels), 100)):

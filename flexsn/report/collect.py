@@ -261,7 +261,7 @@ def _launch_facts(kernel: Any, call: Call) -> dict[str, Any]:
         return {"tile": tile, "threads": threads, "streamed": streamed, "scratch_bytes": scratch, **vector_facts(kernel.path)}
     if device.type != "cuda":
         return {"note": "run by Triton's interpreter: no tile, no registers"}
-    binary, programs, tile = kernel.prepare(max(1, N), device.index or 0, N % 16 == 0)
+    _, programs, _, _, tile, binary = kernel.prepare(max(1, N), device.index or 0, N % 16 == 0)
     return {
         "tile": tile.block, "warps": tile.warps, "programs": programs, "loads_ahead": tile.ahead,
         "registers": binary.n_regs, "spills": binary.n_spills, "shared_bytes": binary.metadata.shared,
