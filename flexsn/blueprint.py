@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .capture import Meta, Trace, trace
-from .errors import CoreError, FlexSNError, NotElementwiseError, StateMismatchError, UnsupportedOpError
+from .errors import CoreError, NotElementwiseError, StateMismatchError, UnsupportedOpError
 from .graph import HALF
 from .signature import Signature, broadcasts, step_shape
 
@@ -169,9 +169,7 @@ def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_ou
 def _record_as_computed(record: Record, sig: Signature, metas: list[Meta], step: tuple[int, ...]) -> Trace:
     try:
         return record(metas=metas, vjp=False)
-    except (CoreError, RuntimeError) as error:  # PyTorch's own, too
-        if isinstance(error, FlexSNError) and not isinstance(error, CoreError):
-            raise
+    except RuntimeError as error:  # a `CoreError`, or PyTorch's own
         reason, line = (error.reason, error.line) if isinstance(error, CoreError) else (str(error), None)
         raise UnsupportedOpError(
             f"runs on its operands as they are, but not on operands of the step shape {list(step)}: {reason}",

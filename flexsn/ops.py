@@ -134,9 +134,12 @@ def _rows(operands: Sequence[Tensor | None], roles: Sequence[str], launch: Launc
     found: list[Tensor | None] = []
     for role, tensor in zip(roles, operands, strict=True):
         leading = 0 if role[0] == "v" or role[:2] == "gv" else 1
-        if tensor is not None and tensor.shape[leading:] != launch.step:
+        if tensor is None or (role[0] == "c" and tensor.shape[leading:] != launch.step):  # no checkpoints of this call
+            found.append(tensor)
+            continue
+        if tensor.shape[leading:] != launch.step:
             tensor = tensor.expand(*tensor.shape[:leading], *launch.step)
-        found.append(None if tensor is None else dense(tensor, leading, launch.order))
+        found.append(dense(tensor, leading, launch.order))
     return found
 
 

@@ -61,14 +61,14 @@ def threads():
 
 
 class _PoisonedTorch(types.ModuleType):
-    """`torch`, but `empty` gives memory full of NaN (or of a wrong number), so that an unwritten element shows."""
+    """`torch`, but `empty_strided` gives memory full of NaN (or of a wrong number), so that an unwritten element shows."""
 
     def __getattr__(self, name):
         return getattr(torch, name)
 
     @staticmethod
-    def empty(*args, **kwargs):
-        fresh = torch.empty(*args, **kwargs)
+    def empty_strided(*args, **kwargs):
+        fresh = torch.empty_strided(*args, **kwargs)
         if fresh.dtype.is_floating_point:
             return fresh.fill_(float("nan"))
         return fresh.fill_(True if fresh.dtype is torch.bool else 77)
@@ -79,8 +79,8 @@ def poison(monkeypatch):
     """Every tensor that a kernel has to fill starts as NaN."""
     from flexsn import memory
 
-    assert hasattr(memory, "torch"), "flexsn.memory allocates through `torch.empty`; adapt this fixture"
     monkeypatch.setattr(memory, "torch", _PoisonedTorch("torch"))
+    assert memory.empty((3,), torch.float32, torch.device("cpu")).isnan().all(), "flexsn.memory allocates otherwise; adapt this fixture"
 
 
 @pytest.fixture(autouse=True)
