@@ -14,7 +14,7 @@ from fuzzing.vocabulary import CLOSED, COMPOSITES, Word
 
 import flexsn
 from flexsn import compile as compiling
-from flexsn import render_cpp, run
+from flexsn import doors, render_cpp
 from flexsn.capture import Meta
 from flexsn.compile import program_of
 from flexsn.opset import OPS
@@ -138,7 +138,7 @@ def fault_in_a_derivative(monkeypatch):
 
 
 def fault_in_strides(monkeypatch):
-    monkeypatch.setattr(run, "rows", lambda tensor, step, leading: tensor.expand(*tensor.shape[:leading], *step))
+    monkeypatch.setattr(doors, "as_rows", lambda tensor, step, leading, order: tensor.expand(*tensor.shape[:leading], *step))
     case = small_case("{0}.relu()")
     return case.change(inputs=(Operand("x0", torch.randn(17, 65), "every other", grad=True),)), "forward"
 
