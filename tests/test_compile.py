@@ -328,6 +328,7 @@ def test_memory_lies_as_convolutions_choose(layout):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     calls = [line for line in code[0].splitlines() if "flexsn.call_forward(" in line]
     assert len(calls) == 2 and all("(4, 2, 8, 8, 8), (1024, 512, 1, 64, 8)" in line for line in calls)
+    assert "(2, 8, 8, 8), (512, 64, 8, 1)" not in code[0], "a final state is copied into the order of its dims"
 
 
 class Residual(nn.Module):
