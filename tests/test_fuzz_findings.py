@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from helpers import check, evaluate
+from helpers import backends, check, evaluate
 
 import flexsn
 from flexsn.errors import UnsupportedOpError
 
+NATIVE = backends()[0]  # of the device that the tests run on
+
 
 def test_a_backward_in_which_nothing_needs_a_gradient_builds():
     x, p = torch.randn(3, 5, requires_grad=True), torch.tensor(0.5, requires_grad=True)
-    (y,), _ = flexsn.scan(lambda x, p, q: q * 2.0, [x], [], [p, torch.randn(5)], backend="cpp")
+    (y,), _ = flexsn.scan(lambda x, p, q: q * 2.0, [x], [], [p, torch.randn(5)], backend=NATIVE)
     grads = torch.autograd.grad(y, [x, p], torch.ones_like(y), allow_unused=True)
     assert all(g is None or not g.any() for g in grads)
 
@@ -43,7 +45,7 @@ def test_an_input_without_dims_that_gives_way_in_type_promotion():
         return (a + b).to(torch.float32)
 
     with pytest.raises(UnsupportedOpError, match="other dtypes on an operand without dims"):
-        flexsn.scan(core, [numbers, rows], backend="cpp")
+        flexsn.scan(core, [numbers, rows], backend=NATIVE)
     with pytest.warns(flexsn.errors.FallbackWarning):
         got = flexsn.scan(core, [numbers, rows]).outputs[0]
     assert got.equal(torch.stack([core(a, b) for a, b in zip(numbers, rows, strict=True)]))
@@ -54,8 +56,8 @@ def test_an_input_without_dims_that_gives_way_in_type_promotion():
 def test_values_beside_a_step_without_elements():
     empty, full = torch.randn(3, 2, 0), torch.randn(3, 2, 1)
     with pytest.raises(UnsupportedOpError, match="has no elements"):
-        flexsn.scan(lambda a, b: (a * 2, b * 2), [empty, full], backend="cpp")
-    values, _ = evaluate(lambda a, b: (a * 2, a + b), [empty, full], backend="cpp")
+        flexsn.scan(lambda a, b: (a * 2, b * 2), [empty, full], backend=NATIVE)
+    values, _ = evaluate(lambda a, b: (a * 2, a + b), [empty, full], backend=NATIVE)
     assert values["output 1"].shape == (3, 2, 0)
 
 
@@ -76,7 +78,7 @@ def under_a_condition(x, v, w):
 def test_an_output_that_no_loss_reaches_sends_nothing_back(core):
     """Its cotangent is absent, not zero: zero times an infinite derivative would be NaN."""
     grads = []
-    for backend in ("torch", "cpp"):
+    for backend in ("torch", NATIVE):
         w = torch.full((4,), -0.5, dtype=torch.float64, requires_grad=True)
         x, v = torch.rand(3, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
         (y, z), (last,) = flexsn.scan(core, [x], [v], [w], backend=backend)
@@ -90,7 +92,7 @@ def test_an_output_that_no_loss_reaches_sends_nothing_back(core):
 def test_integers_between_floats_have_no_negative_zero(integer, floating):
     """GCC takes float(int(x)) for trunc(x)."""
     x = torch.tensor([-0.8, 0.8, -0.0, 3.7] * 16, dtype=floating).expand(3, 64)
-    (y,), _ = flexsn.scan(lambda x: x.to(integer).to(floating), [x], backend="cpp")
+    (y,), _ = flexsn.scan(lambda x: x.to(integer).to(floating), [x], backend=NATIVE)
     want = x.to(integer).to(floating)
     assert torch.equal(y, want) and torch.equal(y.signbit(), want.signbit())
 
@@ -103,7 +105,7 @@ def test_the_negative_of_a_fused_product_keeps_its_zero():
         return -torch.addcmul(zero, x, zero)
 
     x = torch.tensor([-0.45, 0.3] * 32, dtype=torch.float64).expand(3, 64)
-    (y,), _ = flexsn.scan(core, [x], backend="cpp")
+    (y,), _ = flexsn.scan(core, [x], backend=NATIVE)
     assert torch.equal(y.signbit(), core(x).signbit()) and not y.any()
 
 
@@ -113,7 +115,7 @@ def test_gradients_that_are_zero_by_construction_add_up():
         return torch.addcmul(below, square, near) + x
 
     p, x = torch.tensor(1.7, requires_grad=True), torch.randn(3, 5, requires_grad=True)
-    (y,), _ = flexsn.scan(core, [x], [], [p], backend="cpp")
+    (y,), _ = flexsn.scan(core, [x], [], [p], backend=NATIVE)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), p)[0].item(), 15 * 2 * 1.7 * 2.0)
 
 
@@ -129,7 +131,7 @@ def rounded_param(x, v, w):
 def test_zeros_made_from_an_absent_cotangent_are_absent(core):
     """`round` sends zeros back whatever its cotangent is, but none where there is no cotangent."""
     grads = []
-    for backend in ("torch", "cpp"):
+    for backend in ("torch", NATIVE):
         x, w = torch.zeros(3, 4, requires_grad=True), torch.zeros(4, requires_grad=True)
         (y, z), _ = flexsn.scan(core, [x], [torch.zeros(4)], [w], backend=backend)
         gx, gw = torch.autograd.grad(z.sum(), [x, w], allow_unused=True)
@@ -141,7 +143,7 @@ def test_zeros_made_from_an_absent_cotangent_are_absent(core):
 def test_zeros_made_from_a_cotangent_that_is_there():
     """Zero times an infinite derivative is NaN, in eager as well; here the loss comes through the state alone."""
     grads = []
-    for backend in ("torch", "cpp"):
+    for backend in ("torch", NATIVE):
         x = torch.zeros(1, 4, requires_grad=True)
         _, (last,) = flexsn.scan(lambda x, v: (log := torch.log(x), torch.ceil(log)), [x], [None], backend=backend)
         grads += torch.autograd.grad(last.sum(), x)
@@ -152,7 +154,7 @@ def test_integers_out_of_range_between_floats():
     """What no integer holds becomes the least one, also where GCC would take float(int(x)) for trunc(x)."""
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.5] * 16).expand(3, 64)
     for width in (torch.int32, torch.int64):
-        (y,), _ = flexsn.scan(lambda x: x.to(width).to(torch.float32), [x], backend="cpp")
+        (y,), _ = flexsn.scan(lambda x: x.to(width).to(torch.float32), [x], backend=NATIVE)
         assert torch.equal(y, x.to(width).to(torch.float32))
 
 
@@ -163,7 +165,7 @@ def test_powers_of_bfloat16_are_rounded_as_products(exponent):
 
 def test_a_derivative_times_a_gradient_that_is_zero_by_construction():
     p, x = torch.tensor(0.7, requires_grad=True), torch.rand(3, 5) + 0.5
-    (y,), _ = flexsn.scan(lambda x, p: torch.remainder(torch.xlogy(p, x), torch.sign(torch.erfc(p))), [x], [], [p], backend="cpp")
+    (y,), _ = flexsn.scan(lambda x, p: torch.remainder(torch.xlogy(p, x), torch.sign(torch.erfc(p))), [x], [], [p], backend=NATIVE)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), p)[0], x.log().sum())
 
 
@@ -186,7 +188,7 @@ def test_a_static_gradient_of_zeros_vanishes_with_its_cotangent():
         return torch.div(x * 0.0 + 1.0, p**0.5, rounding_mode="trunc"), x * 2.0 + p
 
     found = []
-    for backend in ("torch", "cpp"):
+    for backend in ("torch", NATIVE):
         x, p = torch.rand(3, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64, requires_grad=True)
         (y, z), _ = flexsn.scan(core, [x], [], [p], backend=backend)
         found.append([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in (z.sum(), (y.nan_to_num() + z).sum())])
@@ -203,7 +205,7 @@ def test_the_dtype_of_ldexp():
 def test_a_param_that_is_an_output_beside_a_sum_with_it(used):
     """The cotangent of one output alone is what another's gradient is computed from."""
     p, q = torch.tensor(1.0, requires_grad=True), torch.ones(5, requires_grad=True)
-    outputs, _ = flexsn.scan(lambda x, p, q: (q + p, q), [torch.ones(3, 5)], [], [p, q], backend="cpp")
+    outputs, _ = flexsn.scan(lambda x, p, q: (q + p, q), [torch.ones(3, 5)], [], [p, q], backend=NATIVE)
     found = torch.autograd.grad(outputs[used].sum(), [p, q], allow_unused=True)
     assert torch.equal(found[1], torch.full((5,), 3.0)) and (found[0] is None if used else found[0].item() == 15.0)
 
@@ -212,7 +214,7 @@ def test_dtypes_that_mix_in_a_step_without_dims_alone():
     """PyTorch refuses `isclose` of two dtypes; beside a row, `x` has the last word."""
     core = lambda x, v: (torch.isclose(v.float() + x, v.float()), v)
     with pytest.raises(UnsupportedOpError, match="not on operands of the step shape"):
-        flexsn.scan(core, [torch.ones(3, dtype=torch.float64)], [torch.ones(1, dtype=torch.int16)], backend="cpp")
+        flexsn.scan(core, [torch.ones(3, dtype=torch.float64)], [torch.ones(1, dtype=torch.int16)], backend=NATIVE)
 
 
 def test_a_gradient_of_zeros_under_a_condition():
@@ -220,5 +222,5 @@ def test_a_gradient_of_zeros_under_a_condition():
         return x - p, torch.round(torch.sin(p.clamp(-14.0, 14.0))) + x * 0.0
 
     p = torch.tensor(1.0, requires_grad=True)
-    outputs, _ = flexsn.scan(core, [torch.rand(3, 5)], [], [p], backend="cpp")
+    outputs, _ = flexsn.scan(core, [torch.rand(3, 5)], [], [p], backend=NATIVE)
     assert torch.autograd.grad(sum(y.sum() for y in outputs), p)[0].item() == -15.0
