@@ -106,12 +106,12 @@ def current_device() -> int:
     return torch._C._cuda_getDevice()  # 2.11, 2.13
 
 
-def empty_on_gpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`torch.empty_strided`, a microsecond or two faster on the current device."""
+def gpu_allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
+    """`torch.empty_strided` by shape, strides and dtype; a microsecond or two faster on the current device."""
     make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # 2.11, 2.13
     if make and device.index == current_device() and not torch.are_deterministic_algorithms_enabled():  # which fill it
-        return make(shape, strides, dtype)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return make
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def triton_launch(binary: object) -> tuple[Any, tuple[Any, ...]]:

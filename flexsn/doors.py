@@ -55,6 +55,8 @@ def undisturbed() -> Iterator[None]:
 # --- what every door does ---------------------------------------------------------------------------------------------------
 def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
     """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
+    if not statics:
+        return {}
     explicit = call.program.sig.num_params
     return {n: run.upcast(t.detach()) if k < explicit else t.detach() for k, (n, t) in enumerate(zip(call.statics, statics, strict=True))}
 
@@ -94,6 +96,8 @@ def _savable(tensor: Tensor | None) -> Tensor | None:
 def _not_differentiable(call: run.Call, results: Sequence[Tensor]) -> list[Tensor]:
     """Those of outputs, final states and state sequences through which no gradient flows."""
     outs, flags = call.program.num_outputs, call.program.vjp.differentiable
+    if all(flags):
+        return []
     flags = (*flags, *(flags[outs:] if call.sequences else ()))
     return [t for t, ok in zip(results, flags, strict=True) if not ok]
 
@@ -109,10 +113,10 @@ def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], gra
     else:
         with call.around():
             found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)
-    results: list[Tensor | None] = []
-    for k, (role, meta) in enumerate(zip(call.roles, call.kinds, strict=False)):
-        grad = found.get(f"g{role}") if needs[k] else None
-        results.append(None if grad is None or meta is None else unbroadcast(grad, meta[0], 1 if k < call.num_inputs else 0))
+    results: list[Tensor | None] = [
+        None if grad is None or kind is None else unbroadcast(grad, kind[0], 1 if k < call.num_inputs else 0)
+        for k, (grad, kind) in enumerate(zip(found, call.kinds, strict=False))
+    ]
     if call.statics:
         by_name = dict(zip((*call.program.sig.param_names, *call.program.vjp.captured), of_statics, strict=True))
         for name, meta in zip(call.statics, call.kinds[n:], strict=True):

@@ -155,16 +155,16 @@ class Kernel:
                 given |= bit
         written = arrays[-1]
         assert written is not None, "what is written is there"
-        device = written.device
-        if device.type != "cuda":
+        index = written.get_device()
+        if index < 0:
             self._interpret(arrays, dims, T, N, given)
             return
         pointers = addresses(arrays)
         address = N
         for pointer in pointers:
             address |= pointer
-        key = N, device.index, not address % 16
-        self._run(self._ready.get(key) or self.prepare(*key), device.index, (*pointers, *dims, T, N, given))
+        key = N, index, not address % 16
+        self._run(self._ready.get(key) or self.prepare(*key), index, (*pointers, *dims, T, N, given))
 
     def _run(self, ready: tuple, index: int, arguments: tuple) -> None:
         launch, grid, function, fixed, tile, _ = ready

@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,19 +23,29 @@ from .errors import OperandTypeError
 LEAST = 4 << 20  # bytes of a block: smaller ones are the C library's
 MOST = min(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)
 _PAGE = 2 << 20  # blocks of whole huge pages
+_CPU = torch.device("cpu")
 _free: list[mmap.mmap] = []  # oldest first. List methods are atomic; a finalizer may run between any two of them
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None) -> Tensor:
-    """`torch.empty`, from a block that an earlier result left where one fits; `strides` of dense memory, by default in order."""
-    if strides is None:
-        strides = dense_strides(shape)
+def allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]:
+    """What makes results on a device: tensors of a shape, strides of dense memory, and a dtype, whatever is in them."""
     if device.type == "cuda":  # GPUs have PyTorch's caching allocator
-        return _compat.empty_on_gpu(shape, strides, dtype, device)
+        return _compat.gpu_allocator(device)
+    if device.type == "cpu":
+        return _on_cpu
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty`, from a block that an earlier result left where one fits."""
+    return allocator(device)(shape, dense_strides(shape), dtype)
+
+
+def _on_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if size < LEAST or device.type != "cpu":
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    if size < LEAST:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
     block = _take(size) or _fresh(-(-size // _PAGE) * _PAGE)
     view = memoryview(block)  # the tensor's storage holds it
     weakref.finalize(view, _give, block).atexit = False
@@ -53,15 +63,17 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
 
 def addresses(arrays: Sequence[Tensor | None]) -> list[int]:
     """Where arrays lie; 0 for those that are absent."""
-    found = [0 if a is None else a.data_ptr() for a in arrays]
-    if 0 in found:
-        for array, address in zip(arrays, found, strict=True):
-            if array is not None and not address and array.numel():
-                raise OperandTypeError(
-                    f"a tensor of shape {list(array.shape)} has no memory: its storage was freed",
-                    hint="Whoever freed it (`untyped_storage().resize_(0)`, a sharded module outside its forward) must bring it back.",
-                )
-    return found
+    return [0 if a is None else a.data_ptr() or _nowhere(a) for a in arrays]
+
+
+def _nowhere(array: Tensor) -> int:
+    """The address of an array that has none."""
+    if array.numel():
+        raise OperandTypeError(
+            f"a tensor of shape {list(array.shape)} has no memory: its storage was freed",
+            hint="Whoever freed it (`untyped_storage().resize_(0)`, a sharded module outside its forward) must bring it back.",
+        )
+    return 0
 
 
 def _fresh(size: int) -> mmap.mmap:

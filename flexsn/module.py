@@ -162,6 +162,8 @@ class FlexSN(nn.Module):
     @unseen_by_dynamo
     def look(self) -> tuple[Reads, dict[str, Any]]:
         """What the core reads now, and the objects that this module uses in place of captured ones, by path."""
+        if self._reads is not None and not self._names and self._reads.of_now(self.core):
+            return self._reads, {}
         replaced = self._look()
         return self._reads, replaced
 
@@ -241,7 +243,9 @@ class FlexSN(nn.Module):
         outputs, finals, sequences = self.run(inputs, states, self.store_state_seqs)
         if torch.compiler.is_dynamo_compiling():
             finals = [carry(v) for v in finals]
-            self.states, self.state_seqs = tuple(finals) if exported else finals, sequences
+            self.states = tuple(finals) if exported else finals
+            if self.state_seqs is not sequences:  # assignments of a compiled call take microseconds
+                self.state_seqs = sequences
         else:
             self._carry(tuple(finals) if exported else finals, sequences)
         if not outputs:
@@ -387,7 +391,13 @@ class FlexSNKernel:
 def _neurons(model: nn.Module) -> list[FlexSN]:
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"takes a module, not a {type(model).__name__}", hint="Hold the modules in a `torch.nn.ModuleList`.")
-    return [module for module in model.modules() if isinstance(module, FlexSN)]
+    seen: dict[nn.Module, None] = {model: None}  # `model.modules()` also makes names, as long as several kernels take
+    ahead = [model]
+    while ahead:
+        children = [m for m in ahead.pop()._modules.values() if m is not None and m not in seen]
+        seen.update(dict.fromkeys(children))
+        ahead += children
+    return [module for module in seen if isinstance(module, FlexSN)]
 
 
 def reset_net(model: nn.Module) -> None:

@@ -168,16 +168,18 @@ def _kinds(tensors: Sequence[Tensor | None]) -> tuple:
 
 
 def _call(
-    key: tuple, operands: Sequence[Tensor | None], params: Sequence[Tensor] | None, roles: Sequence[str],
-    made: Callable[[], tuple[Launch, int]],
-) -> list[Tensor]:  # fmt: skip
-    """Run a launch, which `made()` gives with the number of checkpoints that it reads."""
-    named = {f"p{k}": p for k, p in enumerate(params or ())}  # a package of AOTInductor passes None for an empty list
-    key = (*key, _kinds(operands), _kinds(params or ()))
+    key: tuple, operands: Sequence[Tensor | None], params: Sequence[Tensor] | None, made: Callable[[], tuple[Launch, tuple[str, ...], int]]
+) -> list[Tensor]:
+    """Run a launch, which `made()` gives with the roles of its operands and the number of checkpoints that it reads.
+
+    `key`: the device, and all else that it depends on but the operands.
+    """
+    named = {f"p{k}": p for k, p in enumerate(params)} if params else {}  # a package of AOTInductor passes None for an empty list
+    key = (*key, _kinds(operands), _kinds(params) if params else ())
     launch = _settled.get(key)
     if launch is not None:
-        return launch(operands, named, operands[0].device)  # type: ignore[union-attr]  # inputs are there
-    launch, checkpoints = made()
+        return launch(operands, named, key[0])
+    launch, roles, checkpoints = made()
     rows = _rows(operands, roles, launch)
     _check(launch, roles, rows, named, checkpoints)
     if all(a is b for a, b in zip(rows, operands, strict=True)):
@@ -188,13 +190,13 @@ def _call(
 
 
 def _forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
-    step, roles = tuple(step), _roles(len(inputs), len(states))
+    step = tuple(step)
 
-    def made() -> tuple[Launch, int]:
-        return _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles), 0
+    def made() -> tuple[Launch, tuple[str, ...], int]:
+        roles = _roles(len(inputs), len(states))
+        return _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles), roles, 0
 
-    key = (program, inputs[0].device, step, roles, checkpoints, save, sequences)
-    return _call(key, (*inputs, *states), params, roles, made)
+    return _call((inputs[0].device, program, step, checkpoints, save, sequences), (*inputs, *states), params, made)
 
 
 def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -215,15 +217,15 @@ def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequ
 
 def _backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
     step, given, wanted = tuple(step), tuple(given), tuple(wanted)
-    roles = _roles(len(inputs), len(states), len(checkpoints), given)
 
-    def made() -> tuple[Launch, int]:
+    def made() -> tuple[Launch, tuple[str, ...], int]:
+        roles = _roles(len(inputs), len(states), len(checkpoints), given)
         launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
         own = program_from(program, inputs[0].device)
-        return launch, own.backend.checkpoints(launch.T, own.chunk)
+        return launch, roles, own.backend.checkpoints(launch.T, own.chunk)
 
-    key = (program, inputs[0].device, step, roles, wanted)
-    return _call(key, (*inputs, *states, *checkpoints, *cotangents), params, roles, made)
+    operands = (*inputs, *states, *checkpoints, *cotangents)
+    return _call((inputs[0].device, program, step, len(checkpoints), given, wanted), operands, params, made)
 
 
 def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:

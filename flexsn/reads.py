@@ -77,6 +77,11 @@ class Slot:
             self.holder[self.key] = value
 
 
+def own_of(core: Callable) -> tuple:
+    """Its code and defaults, which hold no reference to it."""
+    return getattr(core, "__code__", None), getattr(core, "__defaults__", None), getattr(core, "__kwdefaults__", None)
+
+
 @dataclass
 class Reads:
     """The result of one look at a core."""
@@ -87,7 +92,7 @@ class Reads:
     sizes: list[tuple[Any, int]] = field(default_factory=list)  # of containers and namespaces, which may grow
     opaque: list[Any] = field(default_factory=list)  # what the fingerprint names by id(): to be kept while it is in use
     signatures: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by counts of operands, made by `scan`
-    own: tuple = ()  # the core's code and defaults, which hold no reference to it
+    own: tuple = ()  # `own_of` the core
     calls: dict[tuple | None, Any] = field(default_factory=dict)  # by kinds of operands, made by `scan`
 
     cyclic: bool = False  # whether the core can be reached from what it reads
@@ -95,6 +100,10 @@ class Reads:
 
     def __reduce__(self) -> tuple:
         return Reads, ()  # with a function that travels by value goes nothing of this process
+
+    def of_now(self, core: Callable) -> bool:
+        """Whether a look at the core would find the same."""
+        return bool(self.own) and all([a is b for a, b in zip(self.own, own_of(core), strict=True)]) and self.current()
 
     def current(self) -> bool:
         """Whether every place still holds the object that it held at the look."""

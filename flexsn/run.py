@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from .blueprint import Shapes, rescale
 from .compile import Program
 from .graph import HALF
-from .memory import empty
+from .memory import allocator
 from .plan import Array
 from .rows import Order, by_index, memory_order, narrow, strides_of, unbroadcast, widen
 
@@ -58,6 +59,7 @@ class Call:
         self._shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
         self._whole = all(shape[leading:] == shapes.step for shape, leading in self._shapes)
         self._launches: dict[Any, Any] = {}
+        self._pullbacks: dict[Any, Pullback] = {}
         self._wanted: dict[Sequence[bool], tuple[tuple[str, ...], tuple[bool, ...]]] = {}
 
     def as_returned(self, results: list[Tensor]) -> list[Tensor]:
@@ -118,6 +120,42 @@ class Call:
             self._launches[key] = launch, steps
         return self._launches[key]
 
+    def pullback(self, inputs: Sequence[Tensor], needs: Sequence[bool], present: tuple[bool, ...], order: Order | None) -> Pullback:
+        """The way back for `needs`, one flag per operand and static, from the cotangents that are `present`, of `results`."""
+        key = (needs, present, order)
+        found = self._pullbacks.get(key)
+        if found is None:
+            wanted, statics = self.wanted(needs)
+            results = [r for r, there in zip(self.results, present, strict=True) if there]
+            given = tuple([f"g{r}" for r in results])
+            launch, sums = self.backward_launch(inputs, wanted, statics, given, order)
+            places = tuple([launch.places.get(f"g{r}") if need else None for r, need in zip(self.roles, needs, strict=False)])
+            runs = bool(given and launch.writes)  # else no operand that needs a gradient has one
+            leading = tuple([0 if r[0] == "v" else 1 for r in results])
+            found = self._pullbacks[key] = Pullback(launch if runs else None, given, leading, places, statics, sums)
+        return found
+
+
+@dataclass(frozen=True)
+class Pullback:
+    """A way back over all steps.
+
+    Attributes:
+        launch: what runs; None if nothing has a gradient.
+        given: roles of the cotangents that are there.
+        leading: of each, dims in front of the step.
+        places: of the gradient of every input and state in what the launch writes; None where there is none.
+        statics: which of them need a gradient, in the order of the VJP.
+        sums: step shapes of the sums over time (`gp*`) that the epilogue takes.
+    """
+
+    launch: Any
+    given: tuple[str, ...]
+    leading: tuple[int, ...]
+    places: tuple[int | None, ...]
+    statics: tuple[bool, ...]
+    sums: dict[str, tuple[int, ...]]
+
 
 class Launch:
     """A kernel at given sizes: which arrays it takes, and which are allocated for it.
@@ -137,7 +175,7 @@ class Launch:
         self.params = [a.role for a in kernel.plan.reads if a.kind == "param"]
         self.checkpoints = checkpoints
         self.writes = arrays_of(kernel.plan.writes, T, step, checkpoints)
-        self._strides = [strides_of(shape, len(shape) - len(step), order) for _, shape, _ in self.writes]
+        self._results = [(shape, strides_of(shape, len(shape) - len(step), order), dtype) for _, shape, dtype in self.writes]
         self.places = {role: place for place, (role, _, _) in enumerate(self.writes)}
         self._given = roles
         read = {role: place for place, role in enumerate((*roles, *self.params))}
@@ -152,7 +190,8 @@ class Launch:
             found.append(tensor)
             dims += (inner, count)
         found.append(None)
-        written = [empty(shape, dtype, device, strides) for (_, shape, dtype), strides in zip(self.writes, self._strides, strict=True)]
+        make = allocator(device)
+        written = [make(shape, strides, dtype) for shape, strides, dtype in self._results]
         if self.T == 0:
             _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._given, operands, strict=True)))
         self.kernel([found[place] for place in self._reads] + written, dims, self.T, self.numel)
@@ -194,7 +233,7 @@ def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) 
 def backward(
     call: Call, operands: Rows, statics: dict[str, Tensor], checkpoints: Sequence[Tensor],
     cotangents: Sequence[Tensor | None], needs: Sequence[bool],
-) -> tuple[dict[str, Tensor], list[Tensor | None]]:  # fmt: skip
+) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """Walk back over all T steps.
 
     Args:
@@ -204,25 +243,22 @@ def backward(
         needs: which operands and statics need a gradient.
 
     Returns:
-        Gradients of inputs and initial states by role (`gx*`, `gv*`), and gradients of the statics in the order of the VJP.
+        Gradients of inputs and initial states, at the step shape, and of the statics, in the order of the VJP.
     """
     vjp, step, order = call.program.vjp, call.shapes.step, memory_order(operands[0])
-    wanted, wanted_statics = call.wanted(needs)
-    given, grads = [], []
-    for role, grad in zip(call.results, cotangents, strict=True):
-        if grad is not None:
-            given.append("g" + role)
-            grads.append(widen(grad, step, 0 if role[0] == "v" else 1, order))
-    present = tuple(given)
-    launch, sums = call.backward_launch(operands[: call.num_inputs], wanted, wanted_statics, present, order)
-    if not (given and launch.writes):  # no operand that needs a gradient has one
-        return {}, [None] * len(wanted_statics)
+    back = call.pullback(operands[: call.num_inputs], needs, tuple([g is not None for g in cotangents]), order)
+    launch = back.launch
+    none: list[Tensor | None] = [None] * len(back.statics)
+    if launch is None:
+        return [None] * call.num_operands, none
+    grads = [widen(g, step, leading, order) for g, leading in zip([g for g in cotangents if g is not None], back.leading, strict=True)]
     written = launch((*operands, *checkpoints, *grads), vjp.prologue(statics), operands[0].device)
-    found = dict(zip(launch.places, written, strict=True))
-    if not any(wanted_statics):
-        return found, [None] * len(wanted_statics)
-    of_statics = vjp.epilogue(wanted_statics, present)[0](statics, [unbroadcast(found[r], s, 0) for r, s in sums.items()])
-    return found, [of_statics.get(str(k)) for k in range(len(wanted_statics))]
+    found = [None if place is None else written[place] for place in back.places]
+    if not any(back.statics):
+        return found, none
+    sums = [unbroadcast(written[launch.places[role]], shape, 0) for role, shape in back.sums.items()]
+    of_statics = vjp.epilogue(back.statics, back.given)[0](statics, sums)
+    return found, [of_statics.get(str(k)) for k in range(len(back.statics))]
 
 
 def upcast(tensor: Tensor) -> Tensor:

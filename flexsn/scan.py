@@ -207,7 +207,6 @@ def run_core(
     tune: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
-    check_backend(backend, core_name(core))
     if disturbed():
         with undisturbed():
             return run_core(
@@ -225,6 +224,7 @@ def run_core(
         except RuntimeError:
             _refuse_stale(seen.signatures[counts], inputs, states)
             raise
+    check_backend(backend, core_name(core))
     if counts not in seen.signatures:
         seen.signatures[counts] = make_signature(core, *counts)
     sig = seen.signatures[counts]
@@ -282,12 +282,11 @@ def _look(core: Callable) -> Reads:
         seen = _kept(core)
     except TypeError:  # not hashable
         return reading.look(core)
-    own = tuple([getattr(core, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__")])
-    if seen is None or any([a is not b for a, b in zip(seen.own, own, strict=True)]) or not seen.current():
+    if seen is None or not seen.of_now(core):
         if isinstance(core, types.FunctionType):
             vars(core).setdefault(reading.KEPT, None)  # its attributes are counted with this one
         seen = reading.look(core)
-        seen.own = own
+        seen.own = reading.own_of(core)
         if isinstance(core, types.FunctionType):
             vars(core)[reading.KEPT] = seen
         elif seen.cyclic:  # what it reads keeps it alive
