@@ -3,7 +3,8 @@
     python benchmarks/network.py --output benchmarks/results/network_<date>.json [--steps 4 16] [--only NAME ...]
 
 Needs a GPU and, for the peers, SpikingJelly 2.0.0. Every network has the same weights; a step is forward, loss, backward
-and SGD on [T, 128, 3, 32, 32] noise. Time: median of batches of steps, synchronised; memory: the peak of a step.
+and SGD on [T, 128, 3, 32, 32] noise. Time: the networks run in turns, since the speed of a shared host changes from second
+to second; of each round the median of batches of steps, synchronised; of those the median. Memory: the peak of a step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import statistics
 import sys
 import time
 import traceback
@@ -138,10 +140,12 @@ def check(x: Tensor) -> dict:
     return found
 
 
-def measure(name: str, x: Tensor, labels: Tensor) -> dict:
+def prepared(name: str, x: Tensor, labels: Tensor) -> tuple[dict, Callable[[], Tensor]]:
+    """What is known of a network before it is timed, and its training step."""
     neuron, compiled = RUNS[name]
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_allocated() - sum(t.untyped_storage().nbytes() for t in (x, labels))
     net = network(neuron)
     start = time.perf_counter()
     call = net if compiled is None else torch.compile(net, **compiled)
@@ -152,37 +156,54 @@ def measure(name: str, x: Tensor, labels: Tensor) -> dict:
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
-    row = {"peak_mib": torch.cuda.max_memory_allocated() / 2**20, "first_steps_s": first, "ms": wall(step, seconds=3), "losses": losses}
+    row = {"peak_mib": (torch.cuda.max_memory_allocated() - others) / 2**20, "first_steps_s": first, "losses": losses}
     if compiled is not None:
         row["graph_breaks"] = dict(torch._dynamo.utils.counters["graph_break"])
         row["cudagraph_skips"] = torch._dynamo.utils.counters["inductor"].get("cudagraph_skips", 0)
-    return row
+    return row, step
+
+
+def in_turns(steps: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of a step of each network, one number per round."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            found[name].append(wall(step, seconds=0.2))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", required=True)
     parser.add_argument("--steps", nargs="*", type=int, default=[4, 16])
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="*", default=list(RUNS))
     options = parser.parse_args()
     target = Path(options.output)
     document: dict = json.loads(target.read_text()) if target.exists() else {"T": {}}  # rows that are not measured again stay
     document |= {"machine": machine(), "date": datetime.date.today().isoformat(), "batch": BATCH}
     torch.backends.cudnn.benchmark = False
+    torch._dynamo.config.recompile_limit = 2 * len(RUNS)  # to Dynamo they are one function
     for T in options.steps:
         torch.manual_seed(1)
         x, labels = torch.randn(T, BATCH, 3, 32, 32, device="cuda"), torch.randint(10, (BATCH,), device="cuda")
         rows: dict = document["T"].setdefault(str(T), {})
         rows["check"] = check(x[:, :16])
-        for name in [n for n in options.only if RUNS[n][0] in NEURONS]:
-            try:
-                rows[name] = measure(name, x, labels)
-            except Exception:  # a peer may fail in any way: the report says how
-                if "flexsn" in name and not name.startswith("sj"):
-                    raise
-                rows[name] = {"failed": traceback.format_exc()[-1500:]}
-            print(T, name, {k: v for k, v in rows[name].items() if k != "losses"}, flush=True)
-            torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        chosen = [n for n in options.only if RUNS[n][0] in NEURONS]
+        for peers_turn in (False, True):  # peers after all others: their own hooks and failures may slow what follows
+            steps = {}
+            for name in [n for n in chosen if n.startswith("sj") == peers_turn]:
+                try:
+                    rows[name], steps[name] = prepared(name, x, labels)
+                except Exception:  # a peer may fail in any way: the report says how
+                    if not peers_turn:
+                        raise
+                    rows[name] = {"failed": traceback.format_exc()[-1500:]}
+                    print(T, name, rows[name]["failed"], flush=True)
+            for name, times in in_turns(steps, options.rounds).items():
+                rows[name] |= {"ms": statistics.median(times), "rounds_ms": times}
+                print(T, name, {k: v for k, v in rows[name].items() if k not in ("losses", "rounds_ms")}, flush=True)
             target.write_text(json.dumps(document, indent=1))
 
 
