@@ -224,3 +224,18 @@ def test_a_gradient_of_zeros_under_a_condition():
     p = torch.tensor(1.0, requires_grad=True)
     outputs, _ = flexsn.scan(core, [torch.rand(3, 5)], [], [p], backend=NATIVE)
     assert torch.autograd.grad(sum(y.sum() for y in outputs), p)[0].item() == -15.0
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_what_no_wanted_gradient_needs_is_not_computed(backend):
+    """PyTorch subtracts no bools: the gradient of `logaddexp` for `p` does not exist, that for `v` does."""
+
+    def core(x, v, p):
+        return torch.logaddexp(torch.signbit(p), p) + x, v * 2.0
+
+    v, p = torch.ones(5, requires_grad=True), torch.randn(5)
+    _, (last,) = flexsn.scan(core, [torch.randn(3, 5)], [v], [p], backend=backend)
+    assert torch.equal(torch.autograd.grad(last.sum(), v)[0], torch.full((5,), 8.0))
+    y = flexsn.scan(core, [torch.randn(3, 5)], [v], [p.requires_grad_()], backend=backend).outputs[0]
+    with pytest.raises(RuntimeError, match="with a bool tensor is not supported"):
+        torch.autograd.grad(y.sum(), p)
