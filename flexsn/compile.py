@@ -163,8 +163,16 @@ class Vjp:
         outputs |= self.frontier
         outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[outs:])}
         self.graph, params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"), program.device)
+        self.params = params
         self.prologue = _static_module(recorded, params, {})
+        self._prologues: dict[tuple[str, ...], StaticModule] = {}
         self._epilogues: dict[tuple, tuple[StaticModule, tuple[str, ...]]] = {}
+
+    def prologue_of(self, roles: tuple[str, ...]) -> StaticModule:
+        """The part of the prologue that one kernel reads. PyTorch may refuse another part, of gradients that nobody wants."""
+        if roles not in self._prologues:
+            self._prologues[roles] = _static_module(self.recorded, {r: self.params[r] for r in roles}, {})
+        return self._prologues[roles]
 
     def epilogue(self, wanted: tuple[bool, ...], given: tuple[str, ...] | None = None) -> tuple[StaticModule, tuple[str, ...]]:
         """The module that gives the wanted gradients of params and captured tensors, and the sums (`gp*`) it takes, where

@@ -318,6 +318,7 @@ class OperatorLaunch:
     def __init__(self, call: TracedCall, direction: str, flags: tuple, roles: tuple[str, ...]):
         self.call, self.direction, self.flags = call, direction, flags
         self.given = [r for r in roles if r[0] == "g"]
+        self.params = tuple(call.program.vjp.params if direction == "backward" else call.program.params)  # all: they go by place
         self.program = text_of(call.program.blueprint, vjp=direction == "backward")
         with lock:  # here the text need not be read
             _programs.setdefault((self.program, backend_of(call.device), call.device), call.program)

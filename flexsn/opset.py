@@ -82,7 +82,8 @@ _plain("mul", torch.mul, "{0} * {1}", aten=("mul.Tensor", "mul.Scalar"))
 _op("div", 2, torch.div, "{0} / {1}", _DIV)
 _op("neg", 1, torch.neg, "flexsn::neg({0})", {"float32": "math.neg({0})", "float64": "math.neg({0})", "": "-{0}"}, aten="neg.default")
 _op("abs", 1, torch.abs, None, "tl.abs({0})", aten="abs.default")
-_op("sign", 1, torch.sign, None, "({0} > 0).to({T}) - ({0} < 0).to({T})", aten=("sign.default", "sgn.default"))
+_SIGN = {"": "({0} > 0).to({T}) - ({0} < 0).to({T})", "bool": "{0}"}
+_op("sign", 1, torch.sign, None, _SIGN, aten=("sign.default", "sgn.default"))
 _op("fma", 3, lambda a, b, c: torch.addcmul(c, a, b))
 _op("sqrt", 1, torch.sqrt, None, {"float32": "tl.sqrt_rn({0})", "": "tl.sqrt({0})"}, aten="sqrt.default", promote="float")
 _MAX = {"": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)", "bool": "{0} | {1}"}

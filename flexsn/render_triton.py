@@ -108,10 +108,10 @@ def literal(node: Node) -> str:
     return f"tl.full((), {text}, {COMPUTE[dtype]})"
 
 
-def _constant(node: Node, template: str) -> str:
-    """Functions take tensors: they look at the dtypes of their arguments."""
-    plain = literal(node)
-    whole = "math." in template or "libdevice." in template or ".to(" in template
+def _constant(node: Node, user: Node) -> str:
+    """Functions take tensors: they look at the dtypes of their arguments. An op on plain numbers alone would be Python's."""
+    plain, template = literal(node), _template(user)
+    whole = "math." in template or "libdevice." in template or ".to(" in template or all(a.op == "const" for a in user.args)
     return plain if not whole or plain.startswith("tl.") else f"tl.full((), {plain}, {COMPUTE[node.dtype]})"
 
 

@@ -172,7 +172,7 @@ class Launch:
     ):  # fmt: skip
         """`roles` of the operands, in the order in which calls pass them."""
         self.kernel, self.T, self.step, self.numel, self.order = kernel, T, step, math.prod(step), order
-        self.params = [a.role for a in kernel.plan.reads if a.kind == "param"]
+        self.params = tuple([a.role for a in kernel.plan.reads if a.kind == "param"])
         self.checkpoints = checkpoints
         self.writes = arrays_of(kernel.plan.writes, T, step, checkpoints)
         self._results = [(shape, strides_of(shape, len(shape) - len(step), order), dtype) for _, shape, dtype in self.writes]
@@ -252,7 +252,8 @@ def backward(
     if launch is None:
         return [None] * call.num_operands, none
     grads = [widen(g, step, leading, order) for g, leading in zip([g for g in cotangents if g is not None], back.leading, strict=True)]
-    written = launch((*operands, *checkpoints, *grads), vjp.prologue(statics), operands[0].device)
+    params = vjp.prologue_of(launch.params)(statics)
+    written = launch((*operands, *checkpoints, *grads), params, operands[0].device)
     found = [None if place is None else written[place] for place in back.places]
     if not any(back.statics):
         return found, none

@@ -25,7 +25,7 @@ class Language:
         template: the text of a node's op, with `{0} {1} {2}` for arguments and `{T}` for the result's type.
         types: names of the types in which dtypes are computed.
         rounding: per 16-bit dtype, how a value computed in float32 is rounded to it.
-        constant: a constant argument, given the template of the op that takes it.
+        constant: a constant argument, given the node that takes it.
         declare: one line, of `{type} {name} {text}`.
         comment: what a comment begins with.
     """
@@ -33,7 +33,7 @@ class Language:
     template: Callable[[Node], str]
     types: Mapping[torch.dtype, str]
     rounding: Mapping[torch.dtype, str]
-    constant: Callable[[Node, str], str]
+    constant: Callable[[Node, Node], str]
     declare: str
     comment: str
 
@@ -57,7 +57,7 @@ class Language:
 
     def _expression(self, node: Node, inlined: dict[Node, str]) -> str:
         template = self.template(node)
-        args = [self.constant(a, template) if a.op == "const" else inlined.get(a, a.name) for a in node.args]
+        args = [self.constant(a, node) if a.op == "const" else inlined.get(a, a.name) for a in node.args]
         text = template.format(*args, T=self.types[node.dtype])
         return self.rounding[node.dtype].format(text) if node.dtype in HALF and node.op not in _EXACT else text
 

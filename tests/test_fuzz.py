@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 import pytest
 import torch
 from fuzzing import batch, campaign, generate, oracle
+from fuzzing import check as checks
 from fuzzing.case import Case, Line, Operand, compile_core
 from fuzzing.check import check
 from fuzzing.vocabulary import CLOSED, COMPOSITES, Word
@@ -17,6 +18,7 @@ from flexsn import compile as compiling
 from flexsn import doors, render_cpp
 from flexsn.capture import Meta
 from flexsn.compile import program_of
+from flexsn.errors import UnsupportedOpError
 from flexsn.opset import OPS
 from flexsn.signature import make_signature
 
@@ -54,6 +56,62 @@ def test_random_cores_in_tritons_interpreter():
     report = judged(400, 410, backend="triton", depth=8)
     assert not report.failures, complaint(report)
     assert report.verdicts["ok"] >= 8, report
+
+
+# --- what counts as no failure ---------------------------------------------------------------------------------------------
+def by_hand(text, *operands):
+    lines = (Line("t0", text, tuple(o.name for o in operands)),)
+    return Case(
+        "made by hand", operands[:1], operands[1:], (), lines, ("t0",), tuple(o.name for o in operands[1:]), (True,) * len(operands)
+    )
+
+
+def of_two_dtypes():
+    """PyTorch refuses `isclose` of two dtypes, unless they meet in a step without dims."""
+    x, v = Operand("x0", torch.ones(3, dtype=torch.float64)), Operand("v0", torch.ones(1, dtype=torch.int16))
+    return by_hand("torch.isclose({1}.float() + {0}, {1}.float())", x, v)
+
+
+def test_what_pytorch_refuses_of_rows_is_refused():
+    assert check(of_two_dtypes()).kind == "refused"
+
+
+@pytest.mark.parametrize("case", [of_two_dtypes(), by_hand("{0} * 2.0", Operand("x0", torch.ones(3, 5)))])
+def test_a_refusal_that_pytorch_does_not_share_is_a_failure(case, monkeypatch):
+    said = f"runs on its operands as they are, {checks.OF_ROWS} [1]: Subtraction, the `-` operator, with a bool tensor is not supported"
+
+    def refuse(*arguments):
+        raise UnsupportedOpError(said, core="core")
+
+    monkeypatch.setattr(checks, "scanned", refuse)
+    found = check(case)
+    assert found.kind == "error" and "bool tensor" in found.text
+
+
+def test_an_error_of_the_oracle_alone_is_no_refusal_of_pytorch(monkeypatch):
+    x = Operand("x0", torch.arange(3.0).view(1, 3))
+    assert campaign.verdict(by_hand("{0}.to(torch.int32) % 0", x), "cpp") == "not run"
+
+    def refuse(*arguments):
+        raise RuntimeError("ZeroDivisionError")
+
+    monkeypatch.setattr(oracle.Own, "own", refuse)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        campaign.verdict(by_hand("{0} * 2.0", x), "cpp")
+
+
+@pytest.mark.parametrize("text", ["torch.fmod({0}, 1e-300)", "torch.remainder({0}, 1e-300)"])
+def test_remainders_are_exact_in_the_triton_run_alone(text):
+    """As on a GPU. PyTorch's vector code on a CPU has NaN where a / b overflows, and so has C++."""
+    case = by_hand(text, Operand("x0", torch.linspace(-1e10, 1e10, 65, dtype=torch.float64)[None]))
+    assert check(case, "triton") is None and check(case, "cpp") is None
+    assert [case.core()(o).isnan().any() for o in (case.inputs[0].values[:, :64], case.inputs[0].values[:, ::2])] == [True, False]
+
+
+def test_digamma_left_of_zero_in_the_triton_run():
+    """PyTorch is off by half of its digits at a pole; Triton's kernel is not."""
+    case = by_hand("torch.digamma({0})", Operand("x0", torch.tensor([[-0.9998840462896686]], dtype=torch.float64)))
+    assert check(case, "triton") is None
 
 
 # --- the generator leaves nothing out -------------------------------------------------------------------------------------

@@ -224,3 +224,39 @@ def test_a_gradient_of_zeros_under_a_condition():
     p = torch.tensor(1.0, requires_grad=True)
     outputs, _ = flexsn.scan(core, [torch.rand(3, 5)], [], [p], backend=NATIVE)
     assert torch.autograd.grad(sum(y.sum() for y in outputs), p)[0].item() == -15.0
+
+
+def test_the_sign_of_a_bool():
+    """Numpy, in Triton's interpreter, subtracts no bools."""
+    check(lambda x: ((x > 0).sgn(), torch.sign(x > 0) & (x < 1)), [torch.randn(3, 5)])
+
+
+def test_ops_on_numbers_alone():
+    """Python would compute them, in Triton: `(0.0 >= 0.0).to(tl.float32)` builds nowhere."""
+    check(lambda x: flexsn.surrogate.sigmoid(torch.zeros_like(x)), [torch.randn(3, 5)])
+    check(lambda x: torch.special.ndtr((x == x).isneginf()), [torch.randn(3, 5)], exact=False)
+
+
+@pytest.mark.parametrize("function", [torch.exp2, torch.cosh], ids=["exp2", "cosh"])
+@pytest.mark.parametrize("backend", backends())
+def test_a_function_has_the_same_bits_at_any_place_of_a_row(function, backend):
+    """PyTorch's, which Triton's interpreter calls, have others at the end of a row."""
+    x = torch.linspace(-2.0, 2.0, 75, dtype=torch.float64).to(torch.float64 if function is torch.cosh else torch.float32)[None]
+    whole = flexsn.scan(function, [x], backend=backend).outputs[0]
+    alone = [flexsn.scan(function, [part], backend=backend).outputs[0] for part in x.split(1, dim=1)]
+    assert torch.equal(whole, torch.cat(alone, dim=1))
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_what_no_wanted_gradient_needs_is_not_computed(backend):
+    """PyTorch subtracts no bools: the gradient of `logaddexp` for `p` does not exist, that for `v` does."""
+
+    def core(x, v, p):
+        return torch.logaddexp(torch.signbit(p), p) + x, v * 2.0
+
+    v, p = torch.ones(5, requires_grad=True), torch.randn(5)
+    _, (last,) = flexsn.scan(core, [torch.randn(3, 5)], [v], [p], backend=backend)
+    assert torch.equal(torch.autograd.grad(last.sum(), v)[0], torch.full((5,), 8.0))
+    y = flexsn.scan(core, [torch.randn(3, 5)], [v], [p.requires_grad_()], backend=backend).outputs[0]
+    with pytest.raises(RuntimeError, match="with a bool tensor is not supported"):
+        torch.autograd.grad(y.sum(), p)

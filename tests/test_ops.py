@@ -30,7 +30,7 @@ APPROXIMATE = {n for n, op in OPS.items() if op.promote == "float"} - {"div", "c
 def takes(name, dtype):
     """Whether lowering uses a closed op on this dtype."""
     if dtype is torch.bool:
-        return name in BITS | {"not", "eq", "ne", "lt", "le", "gt", "ge", "where", "mul", "maximum", "minimum"}
+        return name in BITS | {"not", "eq", "ne", "lt", "le", "gt", "ge", "where", "mul", "maximum", "minimum", "sign"}
     if dtype.is_floating_point:
         return name not in INT_ONLY | BITS | {"not", "convert"}
     return name in INT_ONLY | BITS | ANY

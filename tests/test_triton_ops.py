@@ -86,6 +86,8 @@ for dtype in here.DTYPES:
     assert not loose, (dtype, loose)
 b = Builder("tenth")
 x = b.input("x0", torch.float64, "x")
+zero = b.const(0.0, torch.float64)  # on numbers alone
+build(b.graph({"y0": b.op("add", x, b.convert(b.op("ge", zero, zero), torch.float64))}))
 assert "0d3FB999999999999A" in build(b.graph({"y0": b.op("mul", x, b.const(0.1, torch.float64))}))
 print(built)
 """

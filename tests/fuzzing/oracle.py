@@ -44,6 +44,8 @@ TAILS = frozenset(
     """softshrink softshrink_backward hardshrink_backward elu_backward hardswish_backward hardtanh_backward logit_backward
     fmod remainder pow sinh cosh minimum maximum fmin fmax clamp clamp_min clamp_max add sub rsub""".split()
 )
+# On a GPU, as in PyTorch's code for tails, the remainder is exact where a / b overflows; the vector code of a CPU gives NaN.
+REMAINDERS = frozenset(("fmod", "remainder"))
 # Made of several ops, of 16-bit floats: PyTorch rounds between them on a CPU, flexsn once
 ROUNDED_ONCE = frozenset("ldexp xlogy logit hardshrink floor_divide".split())
 LOOSE = frozenset("special_ndtri special_log_ndtr special_erfcx digamma".split())  # of many ulp in PyTorch, too: docs/numerics.md
@@ -244,7 +246,8 @@ class Own(TorchDispatchMode):
         with torch.utils._python_dispatch._disable_current_modes():
             lowered = _lowered(func, spec, frozen)
             name = func._schema.name.removeprefix("aten::")
-            eager = vector_form(func, frozen, tensors) if name in TAILS else out
+            exact = self.backend == "triton" and name in REMAINDERS
+            eager = placed(func, frozen, tensors, _strided if exact else _padded) if exact or name in TAILS else out
             if lowered is None:
                 return eager
             program, order, single = lowered
@@ -257,7 +260,7 @@ class Own(TorchDispatchMode):
             for value, o in zip(found, (eager,) if isinstance(eager, Tensor) else eager, strict=True):
                 exempt = name == "hardsigmoid_backward" or rounded_once(func, [t.dtype for t in tensors])
                 if value.is_floating_point() and not exempt:
-                    compare(func, tensors, value, o, single)
+                    compare(func, tensors, value, o, single, self.backend)
         self.substituted.add(func._schema.name)
         return found[0] if isinstance(out, Tensor) else found
 
@@ -268,22 +271,28 @@ def rounded_once(func: Any, dtypes: Sequence[torch.dtype]) -> bool:
     return (modes or name.removesuffix("_backward") in ROUNDED_ONCE) and any(d in HALF for d in dtypes)
 
 
-def vector_form(func: Any, frozen: Any, tensors: list[Tensor]) -> Any:
-    """An op as PyTorch's vector code computes it: on rows without a tail."""
+def placed(func: Any, frozen: Any, tensors: list[Tensor], place: Callable[[Tensor], Tensor]) -> Any:
+    """An op on rows placed so that one of PyTorch's codes computes all of them."""
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     any_dims = any(t.dim() for t in tensors)
-    rows = [t if any_dims and not t.dim() else _padded(t.expand(shape)) for t in tensors]
+    rows = [t if any_dims and not t.dim() else place(t.expand(shape)) for t in tensors]
     args, kwargs = _thaw(frozen, rows)
     out = func(*args, **kwargs)
     return out[: shape.numel()].reshape(shape)
 
 
 def _padded(tensor: Tensor) -> Tensor:
+    """A row without a tail: vector code."""
     flat = tensor.flatten()
     return torch.cat([flat, flat.new_ones(-flat.numel() % 64)])
 
 
-def compare(func: Any, args: Sequence[Tensor], own: Tensor, eager: Tensor, direct: bool) -> None:
+def _strided(tensor: Tensor) -> Tensor:
+    """A row with gaps: scalar code."""
+    return torch.stack([tensor.flatten()] * 2, -1)[:, 0]
+
+
+def compare(func: Any, args: Sequence[Tensor], own: Tensor, eager: Tensor, direct: bool, backend: str) -> None:
     """One op on the same arguments: within some ulp; a composite within what its terms may lose."""
     a, b = own.double(), eager.double()
     info = torch.finfo(eager.dtype)
@@ -296,6 +305,8 @@ def compare(func: Any, args: Sequence[Tensor], own: Tensor, eager: Tensor, direc
     allowed = (ULPS if direct else 64) * eps * size
     if eager.dtype in HALF:  # PyTorch's `erf` of tiny bfloat16 numbers is 0
         allowed = allowed.clamp(min=torch.finfo(torch.float32).eps)
+    if backend == "triton" and func is torch.ops.aten.digamma.default:  # left of 0 PyTorch rounds pi * x before it takes the tangent
+        allowed = torch.where(args[0].double() < 0, allowed + 4 * eps * b * b, allowed)
     allowed = torch.where(b == 0, allowed.clamp(min=4 * info.tiny), allowed)  # PyTorch flushes some denormals
     same = (a == b) | ((a - b).abs() <= allowed) | (a.isnan() & b.isnan())
     if not direct:  # PyTorch's `gelu` of the largest numbers overflows, and of an infinite one is NaN
