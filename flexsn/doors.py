@@ -19,6 +19,7 @@ from torch import Tensor
 from . import _compat, forks, run, sharding
 from .capture import Meta
 from .errors import DoubleBackwardError, ForwardModeError, ShapeMismatchError
+from .inductor import remade
 from .ops import LIBRARY, TAGS, TracedCall, like_row, program_from, text_of
 from .rows import memory_order, unbroadcast
 from .rows import rows as as_rows
@@ -200,7 +201,7 @@ class _TracedBackward(torch.autograd.Function):
         operands = [next(saved) if there else None for there in present]
         checkpoints = list(saved)
         rows = _as_rows(call, operands)
-        rows[: call.num_inputs] = [_compat.remade(x) for x in rows[: call.num_inputs]]
+        rows[: call.num_inputs] = [remade(x) for x in rows[: call.num_inputs]]
         return tuple(_backward(call, rows, checkpoints, grads, needs))
 
     @staticmethod

@@ -21,6 +21,7 @@ from .capture import Meta
 from .errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
 from .fallback import warn_once
 from .graph import HALF
+from .inductor import lower_to_calls
 from .interfaces import require
 from .ops import KERNEL_FUNCTIONS, check_backend, choose_backend, text_of
 from .places import Replay
@@ -115,7 +116,7 @@ def _while_tracing(function: Callable) -> Callable:
 def ready() -> bool:
     """`register`, while Dynamo traces; and Inductor is told how to lower the operators."""
     require("torch.compile")
-    _compat.lower_to_calls(KERNEL_FUNCTIONS, torch.ops.flexsn.carry.default)
+    lower_to_calls(KERNEL_FUNCTIONS, torch.ops.flexsn.carry.default)
     return register()
 
 

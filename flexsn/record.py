@@ -28,6 +28,7 @@ from .errors import (
     UnsupportedOpError,
     UnsupportedValueError,
 )
+from .linear import LINEAR, PRODUCTS, addends, is_linear, most_moving
 from .lower import RULES
 from .signature import DTYPES, Signature, dtype_hint
 from .tape import Tape, getitem, run_core
@@ -40,25 +41,6 @@ _UNIFORM: dict[str, Callable[[tuple, dict], Any]] = {
     "aten::ones": lambda a, k: 1, "aten::ones_like": lambda a, k: 1, "aten::new_ones": lambda a, k: 1,
     "aten::full": lambda a, k: a[1], "aten::full_like": lambda a, k: a[1], "aten::new_full": lambda a, k: a[2],
     "aten::scalar_tensor": lambda a, k: a[0], "aten::empty_like": lambda a, k: 0,
-}  # fmt: skip
-
-# Linear in their non-static arguments: on the way from a sum over neurons to the gradient of a param only these may
-# follow, because the kernel sums the cotangent over time first. The number: how many arguments may be non-static.
-_LINEAR: dict[str, int] = {
-    "aten::sum": 1, "aten::view": 1, "aten::_unsafe_view": 1, "aten::reshape": 1, "aten::expand": 1, "aten::permute": 1,
-    "aten::t": 1, "aten::transpose": 1, "aten::squeeze": 1, "aten::unsqueeze": 1, "aten::mm": 1, "aten::bmm": 1,
-    "aten::mv": 1, "aten::dot": 1, "aten::mul": 1, "aten::div": 1, "aten::neg": 1, "aten::clone": 1, "aten::_to_copy": 1,
-    "aten::add": 2, "aten::sub": 2, "aten::where": 2, "aten::select": 1, "aten::slice": 1, "aten::select_backward": 1,
-    "aten::slice_backward": 1, "aten::mean": 1, "aten::diagonal": 1, "aten::flip": 1, "aten::masked_fill": 1,
-    "aten::cat": 9, "aten::cumsum": 1, "aten::constant_pad_nd": 1, "aten::roll": 1, "aten::repeat": 1, "aten::gather": 1,
-    "aten::scatter_add": 2, "aten::index_put": 2, "aten::_unsafe_index_put": 2, "aten::index_add": 2,
-    "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
-    "aten::_weight_norm_interface_backward": 1, "aten::diagonal_backward": 1, "aten::scatter": 2,
-}  # fmt: skip
-_PRODUCTS = {"aten::mul", "aten::mm", "aten::bmm", "aten::mv", "aten::dot"}
-_LINEAR_IN_FIRST = {  # and nowhere else
-    "aten::div", "aten::xlogy", "aten::special_xlog1py", "aten::logit_backward", "aten::convolution_backward",
-    "aten::avg_pool2d_backward", "aten::upsample_nearest1d_backward",
 }  # fmt: skip
 
 # Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
@@ -215,7 +197,7 @@ class Recorder(Tape, TorchDispatchMode):
         if len(terms) == 2 and all(n.meta.get("uniform") == 0 for n in terms):  # no gradient, masked or accumulated
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
-        factors = nodes if name in _PRODUCTS else nodes[:1] if _LINEAR.get(name) == 1 or "_backward" in name else ()
+        factors = nodes if name in PRODUCTS else nodes[:1] if LINEAR.get(name) == 1 or "_backward" in name else ()
         if self.in_backward and kinds == {"static"} and (any(map(_is_nil, factors)) or (len(terms) == 2 and all(map(_is_nil, terms)))):
             val = self.add(func, args, kwargs, "static", nodes)
             for part in _tensors(val):
@@ -236,7 +218,7 @@ class Recorder(Tape, TorchDispatchMode):
                 return self.track(val, nodes[0])
         if func in RULES:
             return self.add(func, args, kwargs, "step", nodes)
-        if self.in_backward and name in _LINEAR:
+        if self.in_backward and name in LINEAR:
             return self.reduced(func, args, kwargs, nodes)
         decomposed = self.decompose(func, args, kwargs)
         if decomposed is not NotImplemented:
@@ -260,21 +242,13 @@ class Recorder(Tape, TorchDispatchMode):
     def reduced(self, func, args, kwargs, nodes: list[fx.Node]):
         """A sum over neurons in the backward of a param, or a linear function of one."""
         name = func._schema.name
-        limit = _LINEAR.get(name, int(name in _LINEAR_IN_FIRST))
         moving = [n for n in nodes if n.meta["kind"] != "static"]
-        if not limit:
+        if not most_moving(name):
             decomposed = self.decompose(func, args, kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
-        condition = name in ("aten::where", "aten::masked_fill") and nodes[name == "aten::masked_fill"] in moving
-        denominator = name in _LINEAR_IN_FIRST and nodes[0] not in moving
-        addends = {"aten::add": args[:2], "aten::sub": args[:2], "aten::cat": (args[:1] or ((),))[0], "aten::where": args[1:3],
-                   "aten::masked_fill": args[2:3], "aten::scatter_add": args[:1], "aten::index_put": args[:1],
-                   "aten::_unsafe_index_put": args[:1], "aten::index_add": args[:1],
-                   "aten::scatter": (*args[:1], *args[3:4])}.get(name, ())  # fmt: skip
-        affine = any(not self.moves_or_vanishes(a) for a in addends)
-        combined = name == "aten::scatter" and func._overloadname in ("reduce", "value_reduce")
-        if len(moving) > limit or affine or denominator or condition or combined:
+        affine = any(not self.moves_or_vanishes(a) for a in addends(name, args))
+        if affine or not is_linear(func, nodes, moving):
             raise ParamGradientError(
                 f"the gradient of a param applies `{_name(self.user_op or func)}` to the summed cotangent, and is not known to be linear",
                 core=self.sig.core, line=self.line(),

@@ -132,7 +132,8 @@ class Call:
             places = tuple([launch.places.get(f"g{r}") if need else None for r, need in zip(self.roles, needs, strict=False)])
             runs = bool(given and launch.writes)  # else no operand that needs a gradient has one
             leading = tuple([0 if r[0] == "v" else 1 for r in results])
-            found = self._pullbacks[key] = Pullback(launch if runs else None, given, leading, places, statics, sums)
+            prologue = self.program.vjp.prologue_of(launch.params) if runs else None
+            found = self._pullbacks[key] = Pullback(launch if runs else None, prologue, given, leading, places, statics, sums)
         return found
 
 
@@ -142,6 +143,7 @@ class Pullback:
 
     Attributes:
         launch: what runs; None if nothing has a gradient.
+        prologue: computes the params that it takes.
         given: roles of the cotangents that are there.
         leading: of each, dims in front of the step.
         places: of the gradient of every input and state in what the launch writes; None where there is none.
@@ -150,6 +152,7 @@ class Pullback:
     """
 
     launch: Any
+    prologue: Any
     given: tuple[str, ...]
     leading: tuple[int, ...]
     places: tuple[int | None, ...]
@@ -252,8 +255,7 @@ def backward(
     if launch is None:
         return [None] * call.num_operands, none
     grads = [widen(g, step, leading, order) for g, leading in zip([g for g in cotangents if g is not None], back.leading, strict=True)]
-    params = vjp.prologue_of(launch.params)(statics)
-    written = launch((*operands, *checkpoints, *grads), params, operands[0].device)
+    written = launch((*operands, *checkpoints, *grads), back.prologue(statics), operands[0].device)
     found = [None if place is None else written[place] for place in back.places]
     if not any(back.statics):
         return found, none

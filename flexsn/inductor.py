@@ -1,0 +1,124 @@
+"""How Inductor, the back end of `torch.compile`, takes the kernel operators: as calls of the functions that implement them.
+
+And how AOTAutograd's partitioner, which cuts the graph in two before it, is kept from saving more than they need. All of
+this stands on private names, seen in 2.11 and 2.13; they are imported on use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def remade(tensor: torch.Tensor) -> torch.Tensor:
+    """An input of a neuron, as its backward takes it in a compiled graph.
+
+    The partitioner of AOTAutograd saves whatever an opaque operator of the backward reads, also what one pointwise pass
+    makes from tensors that are saved anyway (a batch norm from the output of its convolution). Two negations in the
+    backward graph, which no pass removes, give it something to fuse that recomputation with.
+    """
+    from torch.fx import traceback  # 2.11, 2.13
+
+    if not (traceback.has_preserved_node_meta() and tensor.is_floating_point() and _made_pointwise(tensor)):
+        return tensor
+    before = traceback.current_meta.get("partitioner_tag")
+    traceback.current_meta["partitioner_tag"] = "must_be_in_backward"  # it depends on no cotangent
+    try:
+        return tensor.neg().neg()
+    finally:
+        traceback.current_meta["partitioner_tag"] = before
+
+
+def _made_pointwise(tensor: torch.Tensor) -> bool:
+    """Whether the trace made this tensor elementwise, up to views and casts."""
+    from torch._subclasses.functional_tensor import FunctionalTensor  # 2.11, 2.13
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot  # 2.11, 2.13
+
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(tensor, FunctionalTensor):
+        return False
+    slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
+    node: Any = None if slot is None else slot.proxy.node
+    while node is not None and _opname(node.target) in _PASSED_THROUGH:
+        node = node.args[0]
+    return node is not None and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _opname(target: Any) -> str:
+    """`view` for `aten.view.default`."""
+    schema = getattr(target, "_schema", None)
+    return schema.name.split("::")[1] if schema is not None else ""
+
+
+_PASSED_THROUGH = {"view", "_unsafe_view", "reshape", "convert_element_type", "_to_copy", "clone", "expand", "unsqueeze"}
+
+
+@functools.cache
+def lower_to_calls(functions: tuple[tuple[Any, Callable[..., Any]], ...], copy: Any) -> None:
+    """Tell Inductor how to lower operators.
+
+    Args:
+        functions: operators `(program, inputs, ...)`, each with the Python function that implements it. Operands come in the
+            order of memory of the first input, which what computes it chooses (channels last between convolutions). Generated
+            Python calls the function, as `torch.ops.<namespace>.call_<name>`: past PyTorch's dispatcher, which takes longer
+            than a small kernel.
+        copy: an operator `copy(tensor)` that only CUDA graphs need; without them it is the tensor itself.
+    """
+    from torch._inductor import config, ir  # 2.11, 2.13
+    from torch._inductor.lowering import add_layout_constraint, fallback_handler, register_lowering  # 2.11, 2.13
+    from torch._inductor.virtualized import V  # 2.11, 2.13
+
+    def in_memory(tensor: Any) -> Any:
+        """A value of Inductor's, computed into memory in the order that suits what it is computed from."""
+        tensor.realize()
+        base = tensor.data.unwrap_view() if isinstance(tensor.data, ir.BaseView) else tensor.data
+        if isinstance(getattr(base, "data", None), ir.ComputedBuffer):
+            base.data.decide_layout()  # type: ignore[union-attr]  # of a StorageBox
+        return ir.ExternKernel.realize_input(tensor)
+
+    def in_one_order(node: Any, program: str, inputs: Any, *others: Any) -> tuple[Any, dict[str, Any]]:
+        first = in_memory(inputs[0])
+        order = ir.get_stride_order(first.get_stride(), V.graph.sizevars.shape_env)
+
+        def same(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [same(v) for v in value]
+            rank = len(value.get_size()) if isinstance(value, ir.TensorBox) else 0
+            if rank == len(order):
+                return ir.ExternKernel.require_stride_order(value, order)
+            return ir.ExternKernel.require_stride_order(value, order[1:]) if rank and rank == len(order) - 1 else value
+
+        return (program, [first, *same(inputs[1:])], *map(same, others)), {}
+
+    def strides_asked() -> dict[Any, Any]:
+        """Of results of the graph, the strides that they must have; None for any."""
+        return V.graph.user_visible_output_strides  # 2.11, 2.13
+
+    def keep(x: Any) -> Any:
+        strides_asked()[V.current_node] = None
+        return x
+
+    def lowering(operator: Any, name: str) -> Callable[..., Any]:
+        opaque = fallback_handler(operator, add_to_fallback_set=False)
+
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            results = opaque(*args, **kwargs)
+            for result in V.current_node.users:  # what is saved for the backward lies as it was written
+                strides_asked().setdefault(result, None)
+            if results and not V.graph.cpp_wrapper:
+                kernel = results[0].data.data.inputs[0]  # TensorBox, StorageBox, MultiOutput, FallbackKernel
+                kernel.python_kernel_name = name
+            return results
+
+        return lower
+
+    for operator, function in functions:
+        namespace, packet = operator.namespace, operator._schema.name.split("::")[1]
+        setattr(getattr(torch.ops, namespace), f"call_{packet}", function)
+        add_layout_constraint(operator, in_one_order)
+        register_lowering(operator, type_promotion_kind=None)(lowering(operator, f"torch.ops.{namespace}.call_{packet}"))
+    outside = fallback_handler(copy, add_to_fallback_set=False)
+    register_lowering(copy, type_promotion_kind=None)(lambda x: outside(x) if config.triton.cudagraphs else keep(x))
