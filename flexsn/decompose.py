@@ -59,6 +59,11 @@ def _ldexp(x: Tensor, other: Tensor) -> Tensor:
     return x * torch.pow(2.0, other)
 
 
+@_own("frac.default")
+def _frac(x: Tensor) -> Tensor:
+    return x - torch.trunc(x)  # before 2.13 PyTorch's own gives -0.0 for -0.0
+
+
 @_own("heaviside.default")
 def _heaviside(x: Tensor, values: Tensor) -> Tensor:
     return torch.where(x == 0, values, (x > 0).to(values.dtype))
