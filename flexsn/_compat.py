@@ -43,6 +43,18 @@ __all__ = [
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
 
 
+@functools.cache
+def start_autograd() -> None:
+    """Let autograd count the devices, which it does once, before a fake mode does away with the count.
+
+    In a build with CUDA, on a machine without a GPU, fake modes put eight imaginary ones there (2.11). Autograd would start a
+    thread for each, and then refuse every `backward` in forked children.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        with torch.inference_mode(False), torch.enable_grad(), no_modes():
+            torch.ones((), device="cpu", requires_grad=True).clone().backward()
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """While inside, fake tensors do not log the errors that flexsn turns into its own."""

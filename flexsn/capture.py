@@ -113,6 +113,7 @@ def trace(
     Raises:
         FlexSNError: what the core does cannot be recorded faithfully; the class says what.
     """
+    _compat.start_autograd()
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(sig, fake, device, captured, vjp)
     with _compat.quiet(), _undisturbed(), fake, torch.set_grad_enabled(vjp):

@@ -117,6 +117,7 @@ def _capturing(traced: _Traced, flags: Sequence[bool]) -> Iterator[list[Tensor]]
     """Fake tensors like the examples, in the surroundings in which a core is traced."""
     require("flexsn.lowlevel")
     _compat.load_aot()
+    _compat.start_autograd()
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
     autocasts = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
     with lock, _compat.quiet(), torch.inference_mode(False), torch.enable_grad(), autocasts[0], autocasts[1]:

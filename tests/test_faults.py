@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from nursery import Nursery
-from torch.utils.data import DataLoader, Dataset
 
 import flexsn
 from flexsn import launch_cache, launch_compiler, launch_cpp
@@ -458,38 +457,43 @@ def test_a_time_limit_that_is_none(monkeypatch, given):
 
 
 # --- forks -----------------------------------------------------------------------------------------------------------------------
+# a loader whose workers run a neuron; its gradients too
+LOADER = """
+import torch, flexsn
+from torch.utils.data import DataLoader, Dataset
+from flexsn import forks
+
+forks._forked = False  # stands for a process of its own: its mother started no thread
+torch.set_num_threads(2)
+w = torch.tensor(0.5, requires_grad=True)
+
+def core(x, v):
+    v = v * w + x
+    return v * v, v
+
+neuron = flexsn.FlexSN(core, num_inputs=1, num_states=1, backend="cpp")
+
 class Encoded(Dataset):
-    """Items that a neuron makes in the workers."""
-
-    def __init__(self):
-        w = torch.tensor(0.5, requires_grad=True)
-
-        def core(x, v):
-            v = v * w + x
-            return v * v, v
-
-        self.neuron, self.w = flexsn.FlexSN(core, num_inputs=1, num_states=1, backend="cpp"), w
-
     def __len__(self):
         return 8
 
     def __getitem__(self, k):
-        x = torch.full((40, 3000), 0.1 * k)
-        self.neuron.reset()
-        y = self.neuron(x)
-        (grad,) = torch.autograd.grad(y.sum(), self.neuron.captured.w)
+        neuron.reset()
+        y = neuron(torch.full((40, 3000), 0.1 * k))  # more neuron-steps than one thread takes
+        (grad,) = torch.autograd.grad(y.sum(), neuron.captured.w)
         return y.detach()[-1, 0], grad
 
+data = Encoded()
+want = [data[k] for k in range(8)]
+found = list(DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=90))
+assert torch.equal(torch.cat([y for y, _ in found]), torch.stack([y for y, _ in want]))
+torch.testing.assert_close(torch.cat([g for _, g in found]), torch.stack([g for _, g in want]))
+"""
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")  # Python 3.12
-def test_workers_of_a_loader_after_first_use(threads):
-    threads(2)
-    data = Encoded()
-    want = [data[k] for k in range(8)]  # more neuron-steps than one thread takes
-    loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=100)
-    found = list(loader)
-    assert torch.equal(torch.cat([y for y, _ in found]), torch.stack([y for y, _ in want]))
-    torch.testing.assert_close(torch.cat([g for _, g in found]), torch.stack([g for _, g in want]))
+
+def test_workers_of_a_loader_after_first_use(nursery, tmp_path):
+    code, said = nursery.run(LOADER, tmp_path)
+    assert code == 0, said
 
 
 # forks after OpenMP's threads have started; what the child runs is appended
@@ -542,6 +546,29 @@ IN_CHILDREN = {
 def test_in_a_forked_child(nursery, tmp_path, name):
     code, said = nursery.run(FORKS + IN_CHILDREN[name], tmp_path / ".." / "forked")
     assert code == 0, said
+
+
+FIRST_USES = {
+    "a scan": "flexsn.scan(core, [x], [None], backend='cpp').outputs[0].sum().backward()",
+    "a graph": "flexsn.lowlevel.generate_forward_and_backward_graph(core, [x[0], x[0]])",
+}
+
+
+@pytest.mark.parametrize("use", FIRST_USES)
+def test_a_forked_child_differentiates_after_a_capture(tmp_path, use):
+    """Also in a build for CUDA on a machine without a GPU, where a fake mode makes autograd see eight."""
+    code = f"""
+import os, torch, flexsn, flexsn.lowlevel
+core, x = lambda x, v: (x * 0.5 + v, v), torch.ones(2, 3, requires_grad=True)
+{FIRST_USES[use]}
+if (pid := os.fork()) == 0:
+    (x * x).sum().backward()
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "FLEXSN_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 LOCKED = (
