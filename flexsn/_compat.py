@@ -21,6 +21,8 @@ try:
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
     )
     from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 except ImportError:  # `interfaces.require` says so before a core is captured; isinstance() is False meanwhile
@@ -33,6 +35,10 @@ except ImportError:  # `interfaces.require` says so before a core is captured; i
 
     class FakeTensorMode: ...  # type: ignore[no-redef]  # stands in for the missing one
 
+    class UnsupportedFakeTensorException(Exception): ...  # type: ignore[no-redef]  # stands in for the missing one
+
+    class UnsupportedOperatorException(Exception): ...  # type: ignore[no-redef]  # stands in for the missing one
+
     disable_modes = contextlib.nullcontext  # type: ignore[assignment]  # likewise: there are no modes to disable
 
 # the names that are only passed on
@@ -41,6 +47,11 @@ __all__ = [
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
+
+
+def lacks_fake(func: Any, error: RuntimeError) -> bool:
+    """Whether `func` failed on fake tensors for want of a fake kernel, or may have: custom operators say so in words only."""
+    return isinstance(error, (UnsupportedFakeTensorException, UnsupportedOperatorException)) or func.namespace not in ("aten", "prims")
 
 
 @functools.cache

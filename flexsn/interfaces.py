@@ -23,6 +23,8 @@ INTERFACES = {
         "torch._subclasses.fake_tensor:FakeTensor",
         "torch._subclasses.fake_tensor:DataDependentOutputException",
         "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+        "torch._subclasses.fake_tensor:UnsupportedFakeTensorException",
+        "torch._subclasses.fake_tensor:UnsupportedOperatorException",
         "torch.utils._python_dispatch:_disable_current_modes",
         "torch._decomp:decomposition_table",
         "torch._dispatch.python:no_python_dispatcher",

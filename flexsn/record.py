@@ -352,7 +352,10 @@ class Recorder(Tape, TorchDispatchMode):
             raise NotElementwiseError(
                 f"the shape of `{_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line()
             ) from None
-        except RuntimeError as error:  # what eager would say too: shapes that do not broadcast, dtypes that do not mix
+        except RuntimeError as error:
+            if _compat.lacks_fake(func, error):
+                raise self.error or self.untraceable(func) from None
+            # what eager would say too: shapes that do not broadcast, dtypes that do not mix
             raise CoreError(f"`{_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
         if isinstance(val, Tensor) and val.device.type == "meta" != self.device.type:
             raise UnsupportedOpError(
@@ -360,6 +363,12 @@ class Recorder(Tape, TorchDispatchMode):
                 line=self.line(),
             )  # fmt: skip
         return val
+
+    def untraceable(self, func) -> FlexSNError:
+        return UnsupportedOpError(
+            f"`{_name(self.user_op or func)}` cannot be traced: it has no fake kernel that takes these operands", core=self.sig.core,
+            line=self.line(), hint="Do this outside the core, or register one (`torch.library.register_fake`).",
+        )  # fmt: skip
 
     # --- the VJP ------------------------------------------------------------------------------------------------------
     def differentiate(self, values: Sequence[Tensor], operands: list[Tensor], cotangents: list[fx.Node | None]) -> list[fx.Node | None]:

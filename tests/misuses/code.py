@@ -429,6 +429,21 @@ def many_states(backend):
     return both(backend, lambda x, *v: (x + v[-1], *[0.5 * s + x for s in v]), [X], [V * k for k in range(64)])
 
 
+@torch.library.custom_op("misuses::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2.0 * x
+
+
+@misuse("an operator of the user without a fake kernel", falls_back(errors.NotElementwiseError, "`misuses.twice` is not elementwise"))
+def without_fake(backend):
+    return both(backend, lambda x, v: (twice(x), v), states=[V])
+
+
+@misuse("the same on params alone", falls_back(errors.UnsupportedOpError, "`misuses.twice` cannot be traced", "register_fake"))
+def without_fake_on_params(backend):
+    return both(backend, lambda x, v, w: (x * twice(w), v), states=[V], params=[V])
+
+
 @misuse("a neuron as the core of `scan`", raises(errors.ArgumentError, "FlexSN", "one step"))
 def scan_of_neuron(backend):
     return flexsn.scan(flexsn.FlexSN(leaky, num_states=1), [X], backend=backend), None
