@@ -61,7 +61,7 @@ def start_autograd() -> None:
     In a build with CUDA, on a machine without a GPU, fake modes put eight imaginary ones there (2.11). Autograd would start a
     thread for each, and then refuse every `backward` in forked children.
     """
-    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+    if torch.backends.cuda.is_built() and torch.cuda.device_count() == 0:  # `is_available` would keep forks from using GPUs
         with torch.inference_mode(False), torch.enable_grad(), no_modes():
             torch.ones((), device="cpu", requires_grad=True).clone().backward()
 
