@@ -3,8 +3,8 @@
     python benchmarks/network.py --output benchmarks/results/network_<date>.json [--steps 4 16] [--only NAME ...]
 
 Needs a GPU and, for the peers, SpikingJelly 2.0.0. Every network has the same weights; a step is forward, loss, backward
-and SGD on [T, 128, 3, 32, 32] noise. Time: the networks run in turns, since the speed of a shared host changes from second
-to second; of each round the median of batches of steps, synchronised; of those the median. Memory: the peak of a step.
+and SGD on [T, 128, 3, 32, 32] noise. Time: the networks run in turns of a few steps, synchronised, since the speed of a
+shared host changes from second to second; the median over rounds. Memory: the peak of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import cores
 import peers
-from gpu import machine, wall
+from gpu import machine
 
 import flexsn
 
@@ -60,6 +60,10 @@ def flexsn_lif() -> nn.Module:
     return flexsn.FlexSN(cores.lif_sigmoid, num_states=1, strict=True)
 
 
+def flexsn_stateless() -> nn.Module:
+    return flexsn.FlexSN(cores.lif_sigmoid, num_states=1, strict=True, stateful=False)
+
+
 def sj_lif() -> nn.Module:
     layer = peers.sj_neuron.LIFNode(
         tau=2.0, decay_input=True, v_threshold=1.0, v_reset=0.0, surrogate_function=peers.sj_surrogate.Sigmoid(alpha=4.0), step_mode="m"
@@ -86,13 +90,17 @@ class EagerLoop(nn.Module):
         return torch.stack(spikes)
 
 
-NEURONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "flexsn": flexsn_lif, "eager_loop": EagerLoop}
+NEURONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU, "flexsn": flexsn_lif, "flexsn_stateless": flexsn_stateless, "eager_loop": EagerLoop
+}  # fmt: skip
 if peers.spikingjelly:
     NEURONS |= {"sj_lifnode_triton": sj_lif, "sj_flexsn": SJFlexSN}
 # name -> neuron, how it is compiled
 RUNS = {
     "relu": ("relu", None), "relu_compiled": ("relu", {}), "relu_reduce_overhead": ("relu", {"mode": "reduce-overhead"}),
     "flexsn": ("flexsn", None), "flexsn_compiled": ("flexsn", {}), "flexsn_reduce_overhead": ("flexsn", {"mode": "reduce-overhead"}),
+    "flexsn_stateless": ("flexsn_stateless", None), "flexsn_stateless_compiled": ("flexsn_stateless", {}),
+    "flexsn_stateless_reduce_overhead": ("flexsn_stateless", {"mode": "reduce-overhead"}),
     "eager_loop": ("eager_loop", None), "sj_lifnode_triton": ("sj_lifnode_triton", None),
     "sj_lifnode_triton_compiled": ("sj_lifnode_triton", {}), "sj_flexsn": ("sj_flexsn", None), "sj_flexsn_compiled": ("sj_flexsn", {}),
 }  # fmt: skip
@@ -163,12 +171,18 @@ def prepared(name: str, x: Tensor, labels: Tensor) -> tuple[dict, Callable[[], T
     return row, step
 
 
-def in_turns(steps: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of a step of each network, one number per round."""
+def in_turns(steps: dict[str, Callable[[], Tensor]], rounds: int, turn: int = 8) -> dict[str, list[float]]:
+    """Milliseconds of a step of each network, one number per round: the mean over a turn of so many steps."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            found[name].append(wall(step, seconds=0.2))
+            step()  # what the network before left in caches is not its own
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(turn):
+                step()
+            torch.cuda.synchronize()
+            found[name].append((time.perf_counter() - start) / turn * 1e3)
     return found
 
 
@@ -176,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", required=True)
     parser.add_argument("--steps", nargs="*", type=int, default=[4, 16])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--only", nargs="*", default=list(RUNS))
     options = parser.parse_args()
     target = Path(options.output)

@@ -10,12 +10,17 @@ ROOT = Path(__file__).parents[1]
 NAMES = {
     "relu": "ReLU", "relu_compiled": "ReLU, compiled", "relu_reduce_overhead": "ReLU, compiled, CUDA graphs",
     "flexsn": "flexsn", "flexsn_compiled": "flexsn, compiled", "flexsn_reduce_overhead": "flexsn, compiled, CUDA graphs",
+    "flexsn_stateless": "flexsn, `stateful=False`", "flexsn_stateless_compiled": "flexsn, `stateful=False`, compiled",
+    "flexsn_stateless_reduce_overhead": "flexsn, `stateful=False`, compiled, CUDA graphs",
     "eager_loop": "eager loop", "sj_lifnode_triton": "SpikingJelly LIFNode (triton)",
     "sj_lifnode_triton_compiled": "SpikingJelly LIFNode (triton), compiled", "sj_flexsn": "SpikingJelly FlexSN",
     "sj_flexsn_compiled": "SpikingJelly FlexSN, compiled",
 }  # fmt: skip
 MODES = {"": "relu", "_compiled": "relu_compiled", "_reduce_overhead": "relu_reduce_overhead"}  # the floor of each way to run
-ASKED = {("flexsn", "4"): 1.5, ("flexsn", "16"): 1.1, ("flexsn_compiled", "4"): 1.1, ("flexsn_compiled", "16"): 1.1}
+ASKED = {
+    (name + mode, T): asked for name in ("flexsn", "flexsn_stateless")
+    for mode, T, asked in (("", "4", 1.5), ("", "16", 1.1), ("_compiled", "4", 1.1), ("_compiled", "16", 1.1))
+}  # fmt: skip
 ASKED_MEMORY = 1.12  # of compiled ReLU, for flexsn compiled
 
 

@@ -130,12 +130,10 @@ def current_device() -> int:
     return torch._C._cuda_getDevice()  # 2.11, 2.13
 
 
-def gpu_allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
-    """`torch.empty_strided` by shape, strides and dtype; a microsecond or two faster on the current device."""
+def gpu_allocator() -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
+    """`torch.empty_strided` by shape, strides and dtype on the current GPU, in the quickest way that PyTorch has."""
     make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # 2.11, 2.13
-    if make and device.index == current_device() and not torch.are_deterministic_algorithms_enabled():  # which fill it
-        return make
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return make or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"))
 
 
 def triton_launch(binary: object) -> tuple[Any, tuple[Any, ...]]:

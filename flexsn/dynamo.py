@@ -23,7 +23,7 @@ from .fallback import warn_once
 from .graph import HALF
 from .inductor import lower_to_calls
 from .interfaces import require
-from .ops import KERNEL_FUNCTIONS, check_backend, choose_backend, text_of
+from .ops import KERNEL_OPERATORS, check_backend, choose_backend, text_of
 from .places import Replay
 from .sharding import any_dtensor
 from .signature import Signature, core_name, positional_names, step_shape
@@ -116,7 +116,7 @@ def _while_tracing(function: Callable) -> Callable:
 def ready() -> bool:
     """`register`, while Dynamo traces; and Inductor is told how to lower the operators."""
     require("torch.compile")
-    lower_to_calls(KERNEL_FUNCTIONS, torch.ops.flexsn.carry.default)
+    lower_to_calls(KERNEL_OPERATORS, torch.ops.flexsn.carry.default)
     return register()
 
 

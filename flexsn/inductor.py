@@ -6,8 +6,7 @@ this stands on private names, seen in 2.11 and 2.13; they are imported on use.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,19 +55,25 @@ def _opname(target: Any) -> str:
 _PASSED_THROUGH = {"view", "_unsafe_view", "reshape", "convert_element_type", "_to_copy", "clone", "expand", "unsqueeze"}
 
 
-@functools.cache
-def lower_to_calls(functions: tuple[tuple[Any, Callable[..., Any]], ...], copy: Any) -> None:
-    """Tell Inductor how to lower operators.
+_lowered: set[Any] = set()
+
+
+def lower_to_calls(operators: Mapping[Any, tuple[Callable[..., Any], Callable[[], Callable[..., Any]]]], copy: Any) -> None:
+    """Tell Inductor how to lower operators, once.
 
     Args:
-        functions: operators `(program, inputs, ...)`, each with the Python function that implements it. Operands come in the
-            order of memory of the first input, which what computes it chooses (channels last between convolutions). Generated
-            Python calls the function, as `torch.ops.<namespace>.call_<name>`: past PyTorch's dispatcher, which takes longer
-            than a small kernel.
+        operators: operators `(program, inputs, ...)`, each with the Python function that implements it, and with what makes
+            a site: a function for one place in generated code, where operands are of the same kinds in every call. Generated
+            Python calls the one or the other, past PyTorch's dispatcher, which takes longer than a small kernel. Operands
+            come in the order of memory of the first input, which what computes it chooses (channels last between
+            convolutions).
         copy: an operator `copy(tensor)` that only CUDA graphs need; without them it is the tensor itself.
     """
+    if copy in _lowered:
+        return
     from torch._inductor import config, ir  # 2.11, 2.13
     from torch._inductor.lowering import add_layout_constraint, fallback_handler, register_lowering  # 2.11, 2.13
+    from torch._inductor.utils import is_dynamic  # 2.11, 2.13
     from torch._inductor.virtualized import V  # 2.11, 2.13
 
     def in_memory(tensor: Any) -> Any:
@@ -101,24 +106,35 @@ def lower_to_calls(functions: tuple[tuple[Any, Callable[..., Any]], ...], copy: 
         strides_asked()[V.current_node] = None
         return x
 
-    def lowering(operator: Any, name: str) -> Callable[..., Any]:
-        opaque = fallback_handler(operator, add_to_fallback_set=False)
+    class KernelCall(ir.FallbackKernel):
+        """One line of generated code, which calls a function of `torch.ops.<namespace>`."""
 
+        def codegen(self, wrapper: Any) -> None:
+            operator: Any = self.op_overload
+            namespace, packet = operator.namespace, _opname(operator)
+            if not V.graph.cpp_wrapper:
+                self.python_kernel_name = f"torch.ops.{namespace}.call_{packet}"
+                if not any(map(is_dynamic, self.inputs)):
+                    site = f"{namespace}_{packet}_{self.get_name()}"
+                    wrapper.define_kernel(site, f"torch.ops.{namespace}.site_{packet}()", gpu=False)
+                    self.python_kernel_name = site
+            super().codegen(wrapper)
+
+    def lowering(operator: Any) -> Callable[..., Any]:
         def lower(*args: Any, **kwargs: Any) -> Any:
-            results = opaque(*args, **kwargs)
+            results: Any = KernelCall.create(operator, *args, **kwargs)
             for result in V.current_node.users:  # what is saved for the backward lies as it was written
                 strides_asked().setdefault(result, None)
-            if results and not V.graph.cpp_wrapper:
-                kernel = results[0].data.data.inputs[0]  # TensorBox, StorageBox, MultiOutput, FallbackKernel
-                kernel.python_kernel_name = name
-            return results
+            return [ir.TensorBox.create(result) for result in results]
 
         return lower
 
-    for operator, function in functions:
-        namespace, packet = operator.namespace, operator._schema.name.split("::")[1]
-        setattr(getattr(torch.ops, namespace), f"call_{packet}", function)
+    for operator, (function, site) in operators.items():
+        library, packet = getattr(torch.ops, operator.namespace), _opname(operator)
+        setattr(library, f"call_{packet}", function)
+        setattr(library, f"site_{packet}", site)
         add_layout_constraint(operator, in_one_order)
-        register_lowering(operator, type_promotion_kind=None)(lowering(operator, f"torch.ops.{namespace}.call_{packet}"))
+        register_lowering(operator, type_promotion_kind=None)(lowering(operator))
     outside = fallback_handler(copy, add_to_fallback_set=False)
     register_lowering(copy, type_promotion_kind=None)(lambda x: outside(x) if config.triton.cudagraphs else keep(x))
+    _lowered.add(copy)

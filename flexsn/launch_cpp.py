@@ -17,7 +17,7 @@ import os
 import platform
 import threading
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -61,14 +61,26 @@ class Kernel:
         self._tile = functools.lru_cache(functools.partial(tile_length, plan))
         self._dims = ctypes.c_int64 * max(1, 2 * sum(a.kind == "param" for a in plan.arguments))
 
-    def __call__(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int) -> None:
-        """Run over T steps of N neurons; arrays contiguous, in the order of `plan.arguments`, None where absent."""
-        if T == 0 or N == 0:
-            return
-        pointers = self._pointers(*addresses(arrays))
-        tile, threads, large = self.cut(T, N)
-        if self._run(pointers, self._dims(*dims), T, N, tile, threads, large):
-            raise MemoryError("flexsn: no memory for the scratch rows of a tile")
+    def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
+        """What runs it over T steps of N neurons.
+
+        Args:
+            present: of each of `plan.arguments`, whether it is there.
+
+        Returns:
+            `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param.
+        """
+        absent = [place for place, there in enumerate(present) if not there]
+
+        def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
+            pointers = addresses(arrays)
+            for place in absent:
+                pointers.insert(place, 0)
+            tile, threads, large = self.cut(T, N)
+            if self._run(self._pointers(*pointers), self._dims(*dims), T, N, tile, threads, large):
+                raise MemoryError("flexsn: no memory for the scratch rows of a tile")
+
+        return run if T and N else lambda arrays, dims: None
 
     def cut(self, T: int, N: int) -> tuple[int, int, bool]:
         """Neurons per tile, threads, and whether finished rows are streamed past the cache."""

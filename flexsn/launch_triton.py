@@ -17,7 +17,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -145,43 +145,48 @@ class Kernel:
         self.tiles = MeasuredTiles(source)
         self._nullable = [(1 << bit, plan.arguments.index(a)) for bit, a in enumerate(nullable(plan))]
 
-    def __call__(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int) -> None:
-        """Run over T steps of N neurons; arrays contiguous, in the order of `plan.arguments`, None where absent."""
-        if T == 0 or N == 0:
-            return
-        given = 0
-        for bit, place in self._nullable:
-            if arrays[place] is not None:
-                given |= bit
-        written = arrays[-1]
-        assert written is not None, "what is written is there"
-        index = written.get_device()
-        if index < 0:
-            self._interpret(arrays, dims, T, N, given)
-            return
-        pointers = addresses(arrays)
-        address = N
-        for pointer in pointers:
-            address |= pointer
-        key = N, index, not address % 16
-        self._run(self._ready.get(key) or self.prepare(*key), index, (*pointers, *dims, T, N, given))
+    def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
+        """What runs it over T steps of N neurons, on the current device.
 
-    def _run(self, ready: tuple, index: int, arguments: tuple) -> None:
-        launch, grid, function, fixed, tile, _ = ready
-        if _compat.current_device() == index:
-            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *arguments, tile.block, tile.ahead)
-        else:
-            with torch.cuda.device(index):
-                launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *arguments, tile.block, tile.ahead)
+        Args:
+            present: of each of `plan.arguments`, whether it is there.
+
+        Returns:
+            `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param.
+        """
+        given = sum(bit for bit, place in self._nullable if present[place])
+        absent = [place for place, there in enumerate(present) if not there]
+
+        def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
+            index = arrays[-1].get_device()
+            pointers = addresses(arrays)
+            address = N
+            for pointer in pointers:
+                address |= pointer
+            for place in absent:
+                pointers.insert(place, 0)
+            key = N, index, not address % 16
+            launch, grid, function, fixed, constants = self._ready.get(key) or self.prepare(*key)
+            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *pointers, *dims, T, N, given, *constants)
+
+        def interpret(arrays: list[Tensor], dims: Sequence[int]) -> None:
+            there = iter(arrays)
+            self._interpret([next(there) if is_there else None for is_there in present], dims, T, N, given)
+
+        if T == 0 or N == 0:
+            return lambda arrays, dims: None
+        return interpret if interpreted() else run
 
     def run_tile(self, tile: Tile, arrays: Sequence[Tensor], dims: Sequence[int], T: int, N: int) -> None:
         """As a call with all arrays given, with a tile."""
         index = arrays[-1].device.index
-        ready = _ready(self._binary(self.expect_tile(tile, index), tile, index), N, tile)
-        self._run(ready, index, (*[a.data_ptr() for a in arrays], *dims, T, N, (1 << len(self._nullable)) - 1))
+        launch, grid, function, fixed, constants = _ready(self._binary(self.expect_tile(tile, index), tile, index), N, tile)
+        given = (1 << len(self._nullable)) - 1
+        with torch.cuda.device(index):
+            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *addresses(arrays), *dims, T, N, given, *constants)
 
     def prepare(self, N: int, index: int, aligned: bool) -> tuple:
-        """The loaded binary for N neurons on a GPU, the number of programs, and the tile."""
+        """What launches the binary for N neurons on a GPU; it is built and loaded first, if need be."""
         tile = self.tile(N, index, aligned)
         if len(self._ready) > 1000:
             self._ready.clear()
@@ -248,7 +253,7 @@ class Kernel:
 
     def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int, given: int) -> None:
         block = min(128, 1 << (N - 1).bit_length())
-        addresses(arrays)
+        addresses([t for t in arrays if t is not None])
         present = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         taken = [t.float() if t.dtype is torch.bfloat16 else t for t in present]  # the interpreter rounds bfloat16 towards zero
         with _interpreter, warnings.catch_warnings():  # the interpreter's own, and NumPy's on values that GPUs take silently
@@ -260,9 +265,9 @@ class Kernel:
 
 
 def _ready(binary: Any, N: int, tile: Tile) -> tuple:
-    """What a launch over N neurons needs: what launches, the number of programs, the kernel, its metadata, the tile, the binary."""
+    """A launch over N neurons: what launches, the number of programs, the kernel, its metadata, its constants."""
     launch, between = _compat.triton_launch(binary)
-    return launch, -(-N // tile.block), binary.function, (*between, binary.packed_metadata, None, None, None), tile, binary
+    return launch, -(-N // tile.block), binary.function, (*between, binary.packed_metadata, None, None, None), (tile.block, tile.ahead)
 
 
 @functools.cache

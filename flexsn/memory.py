@@ -28,17 +28,13 @@ _free: list[mmap.mmap] = []  # oldest first. List methods are atomic; a finalize
 
 
 def allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]:
-    """What makes results on a device: tensors of a shape, strides of dense memory, and a dtype, whatever is in them."""
+    """What makes results on a device (if it is a GPU, on the current one): tensors of a shape, strides of dense memory, and a dtype,
+    whatever is in them."""
     if device.type == "cuda":  # GPUs have PyTorch's caching allocator
-        return _compat.gpu_allocator(device)
+        return _compat.gpu_allocator()
     if device.type == "cpu":
         return _on_cpu
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.empty`, from a block that an earlier result left where one fits."""
-    return allocator(device)(shape, dense_strides(shape), dtype)
 
 
 def _on_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -61,9 +57,9 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
     return tuple(strides)
 
 
-def addresses(arrays: Sequence[Tensor | None]) -> list[int]:
-    """Where arrays lie; 0 for those that are absent."""
-    return [0 if a is None else a.data_ptr() or _nowhere(a) for a in arrays]
+def addresses(arrays: Sequence[Tensor]) -> list[int]:
+    """Where arrays lie; 0 for those without elements."""
+    return [a.data_ptr() or _nowhere(a) for a in arrays]
 
 
 def _nowhere(array: Tensor) -> int:

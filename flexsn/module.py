@@ -44,7 +44,7 @@ class FlexSN(nn.Module):
     """A spiking neuron from its one-step function, run over whole sequences by one fused kernel.
 
     Call it with one sequence `[T, *shape]` per input; it returns one sequence per output, a tensor if there is one
-    output and a tuple otherwise. States are carried from call to call in `states` until `reset()`.
+    output and a tuple otherwise. States are carried from call to call in `states` until `reset()`, unless `stateful=False`.
 
     Args:
         core: `core(*inputs_t, *states, *params) -> (*outputs_t, *new_states)`: any callable or `nn.Module`.
@@ -63,6 +63,9 @@ class FlexSN(nn.Module):
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
         strict: make `"auto"` raise where it would fall back to the eager loop.
         tune: as in `flexsn.scan`: measure the kernels' tiles at the sizes of the first call.
+        stateful: carry states from call to call. With False every call starts anew, there is nothing to reset, and training
+            under `torch.compile` is faster: a compiled graph that returns states is given zeros for the gradients of those that
+            nobody uses.
         initial_states: where the states start after `reset()`, one entry per state: a number, or None for zeros of the
             shape and dtype that the core returns; or a function of the inputs of the call that returns such a list, in
             which a tensor, broadcastable to one step, may stand too. By default zeros.
@@ -94,13 +97,16 @@ class FlexSN(nn.Module):
         params: Sequence[Tensor] | Tensor = (),
         strict: bool = False,
         tune: bool = False,
+        stateful: bool = True,
         initial_states: InitialStates | None = None,
     ):
         super().__init__()
         check_core(core)
-        if step_mode not in ("m", "s"):
-            raise ArgumentError(f'step_mode must be "m" (multi-step) or "s" (single-step), not {step_mode!r}', core=core_name(core))
         name = core_name(core)
+        if step_mode not in ("m", "s"):
+            raise ArgumentError(f'step_mode must be "m" (multi-step) or "s" (single-step), not {step_mode!r}', core=name)
+        if step_mode == "s" and not stateful:
+            raise ArgumentError('step_mode="s" with stateful=False: every step would start anew', core=name)
         check_backend(backend, name)
         check_count("num_outputs", num_outputs, name)
         params = as_tuple("params", params, name)
@@ -114,6 +120,7 @@ class FlexSN(nn.Module):
         self.num_inputs, self.num_states = operand_counts(core, num_inputs, num_states, len(params), examples)
         self.requires_grad_flags = gradient_flags(requires_grad, self.num_inputs, self.num_states, name)
         self.step_mode, self.backend, self.store_state_seqs, self.strict, self.tune = step_mode, backend, store_state_seqs, strict, tune
+        self.stateful = stateful
         self.initial_states = checked_start(initial_states, self.num_states, name)
         self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
         self.state_seqs: list[Tensor] | None = None
@@ -241,13 +248,17 @@ class FlexSN(nn.Module):
             empty = tuple(y.new_empty((0, *y.shape)) for y in self.example_outputs)
             return empty[0] if len(empty) == 1 else empty
         outputs, finals, sequences = self.run(inputs, states, self.store_state_seqs)
-        if torch.compiler.is_dynamo_compiling():
-            finals = [carry(v) for v in finals]
-            self.states = tuple(finals) if exported else finals
-            if self.state_seqs is not sequences:  # assignments of a compiled call take microseconds
+        compiled = torch.compiler.is_dynamo_compiling()
+        kept: Any = None
+        if self.stateful:
+            kept = (tuple if exported else list)([carry(v) for v in finals] if compiled else finals)
+        if not compiled:
+            self._carry(kept, sequences)
+        else:  # assignments of a compiled call take microseconds
+            if self.states is not kept:
+                self.states = kept
+            if self.state_seqs is not sequences:
                 self.state_seqs = sequences
-        else:
-            self._carry(tuple(finals) if exported else finals, sequences)
         if not outputs:
             raise ReturnCountError("returned states only; at least one output is needed", core=core_name(self.core))
         if self.step_mode == "s":

@@ -100,23 +100,27 @@ def _flags_forward(inputs: Sequence[Tensor], save: bool, sequences: bool) -> tup
 
 
 def _launch(
-    program: str, inputs: Sequence[Tensor], direction: str, flags: tuple, step: tuple[int, ...], checkpoints: int, roles: tuple[str, ...]
+    program: str, inputs: Sequence[Tensor], direction: str, flags: tuple, step: tuple[int, ...], checkpoints: int,
+    roles: tuple[str | None, ...],
 ) -> Launch:  # fmt: skip
     T, device, order = inputs[0].shape[0], inputs[0].device, _order(inputs, step)
     key = (program, device, direction, flags, T, step, checkpoints, roles, order)
     launch = _launches.get(key)
     if launch is None:
-        launch = Launch(program_from(program, device).kernel(direction, *flags), T, step, checkpoints, roles, order)
+        kernel = program_from(program, device).kernel(direction, *flags)
+        launch = Launch(kernel, device, T, step, checkpoints, roles, order)
         with lock:
             _launches[key] = launch
             _trim(_launches)
     return launch
 
 
-@functools.cache
-def _roles(inputs: int, states: int, saved: int = 0, given: tuple[str, ...] = ()) -> tuple[str, ...]:
-    counts = (("x", inputs), ("v", states), ("c", saved))
-    return (*[f"{kind}{k}" for kind, count in counts for k in range(count)], *given)
+def _roles(
+    inputs: Sequence[Tensor], states: Sequence[Tensor | None], saved: Sequence[Tensor] = (), given: tuple[str, ...] = ()
+) -> tuple[str | None, ...]:
+    """Of the operands, in order; None for states that start at zero."""
+    kinds = (("x", inputs), ("v", states), ("c", saved))
+    return (*[None if t is None else f"{kind}{k}" for kind, tensors in kinds for k, t in enumerate(tensors)], *given)
 
 
 def _order(inputs: Sequence[Tensor], step: Sequence[int]) -> Order | None:
@@ -129,13 +133,13 @@ def like_row(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, leading: 
     return like.new_empty_strided(shape, strides_of(shape, leading, order), dtype=dtype)
 
 
-def _rows(operands: Sequence[Tensor | None], roles: Sequence[str], launch: Launch) -> list[Tensor | None]:
+def _rows(operands: Sequence[Tensor | None], roles: Sequence[str | None], launch: Launch) -> list[Tensor | None]:
     """The operands by role, as kernels take them."""
     found: list[Tensor | None] = []
     for role, tensor in zip(roles, operands, strict=True):
-        leading = 0 if role[0] == "v" or role[:2] == "gv" else 1
-        if tensor is None or (role[0] == "c" and tensor.shape[leading:] != launch.step):  # no checkpoints of this call
-            found.append(tensor)
+        leading = 0 if role is None or role[0] == "v" or role[:2] == "gv" else 1
+        if tensor is None or (role[:1] == "c" and tensor.shape[leading:] != launch.step):  # type: ignore[index]  # it has a role
+            found.append(tensor)  # no checkpoints of this call
             continue
         if tensor.shape[leading:] != launch.step:
             tensor = tensor.expand(*tensor.shape[:leading], *launch.step)
@@ -143,7 +147,9 @@ def _rows(operands: Sequence[Tensor | None], roles: Sequence[str], launch: Launc
     return found
 
 
-def _check(launch: Launch, roles: Sequence[str], operands: Sequence[Tensor | None], params: dict[str, Tensor], checkpoints: int) -> None:
+def _check(
+    launch: Launch, roles: Sequence[str | None], operands: Sequence[Tensor | None], params: dict[str, Tensor], checkpoints: int
+) -> None:
     """Kernels take pointers: whatever a graph passes must be as long as they read, and of the dtype."""
     arrays = dict(zip(roles, operands, strict=True))
     rows = {"sequence": launch.T, "checkpoint": checkpoints, "row": 1}
@@ -167,36 +173,49 @@ def _kinds(tensors: Sequence[Tensor | None]) -> tuple:
     return tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
 
 
-def _call(
-    key: tuple, operands: Sequence[Tensor | None], params: Sequence[Tensor] | None, made: Callable[[], tuple[Launch, tuple[str, ...], int]]
-) -> list[Tensor]:
-    """Run a launch, which `made()` gives with the roles of its operands and the number of checkpoints that it reads.
+def _by_role(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
+    return {f"p{k}": p for k, p in enumerate(params)} if params else {}  # a package of AOTInductor passes None for an empty list
 
-    `key`: the device, and all else that it depends on but the operands.
+
+Operands = Sequence[Tensor | None]
+Made = Callable[[], tuple[Launch, tuple[str | None, ...], int]]
+
+
+def _settle(key: tuple, operands: Operands, params: Sequence[Tensor] | None, made: Made) -> tuple[Launch, Operands]:
+    """A launch, and the operands as it takes them: as they are, if calls with operands of these kinds need no change.
+
+    Args:
+        key: the device, and all else that it depends on but the operands.
+        made: gives it with the roles of its operands and the number of checkpoints that it reads.
     """
-    named = {f"p{k}": p for k, p in enumerate(params)} if params else {}  # a package of AOTInductor passes None for an empty list
     key = (*key, _kinds(operands), _kinds(params) if params else ())
     launch = _settled.get(key)
     if launch is not None:
-        return launch(operands, named, key[0])
+        return launch, operands
     launch, roles, checkpoints = made()
     rows = _rows(operands, roles, launch)
-    _check(launch, roles, rows, named, checkpoints)
-    if all(a is b for a, b in zip(rows, operands, strict=True)):
-        with lock:
-            _settled[key] = launch
-            _trim(_settled)
-    return launch(rows, named, rows[0].device)  # type: ignore[union-attr]
+    _check(launch, roles, rows, _by_role(params), checkpoints)
+    if any(a is not b for a, b in zip(rows, operands, strict=True)):
+        return launch, rows
+    with lock:
+        _settled[key] = launch
+        _trim(_settled)
+    return launch, operands
 
 
-def _forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
+def _settle_forward(operands: Operands, program, inputs, states, params, step, checkpoints, save, sequences) -> tuple[Launch, Operands]:
     step = tuple(step)
 
-    def made() -> tuple[Launch, tuple[str, ...], int]:
-        roles = _roles(len(inputs), len(states))
+    def made() -> tuple[Launch, tuple[str | None, ...], int]:
+        roles = _roles(inputs, states)
         return _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles), roles, 0
 
-    return _call((inputs[0].device, program, step, checkpoints, save, sequences), (*inputs, *states), params, made)
+    return _settle((inputs[0].device, program, step, checkpoints, save, sequences), operands, params, made)
+
+
+def _forward(program, inputs, states, params, *others) -> list[Tensor]:
+    launch, operands = _settle_forward((*inputs, *states), program, inputs, states, params, *others)
+    return launch(operands, _by_role(params))
 
 
 def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -215,17 +234,24 @@ def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequ
     return tuple([x.dtype for x in inputs]), tuple(wanted), tuple([r for r in given if r[:2] != "gv"])
 
 
-def _backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
+def _settle_backward(
+    operands: Operands, program, inputs, states, params, checkpoints, cotangents, given, wanted, step
+) -> tuple[Launch, Operands]:
     step, given, wanted = tuple(step), tuple(given), tuple(wanted)
 
-    def made() -> tuple[Launch, tuple[str, ...], int]:
-        roles = _roles(len(inputs), len(states), len(checkpoints), given)
+    def made() -> tuple[Launch, tuple[str | None, ...], int]:
+        roles = _roles(inputs, states, checkpoints, given)
         launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
         own = program_from(program, inputs[0].device)
         return launch, roles, own.backend.checkpoints(launch.T, own.chunk)
 
-    operands = (*inputs, *states, *checkpoints, *cotangents)
-    return _call((inputs[0].device, program, step, len(checkpoints), given, wanted), operands, params, made)
+    return _settle((inputs[0].device, program, step, len(checkpoints), given, wanted), operands, params, made)
+
+
+def _backward(program, inputs, states, params, checkpoints, cotangents, *others) -> list[Tensor]:
+    given = (*inputs, *states, *checkpoints, *cotangents)
+    launch, operands = _settle_backward(given, program, inputs, states, params, checkpoints, cotangents, *others)
+    return launch(operands, _by_role(params))
 
 
 def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
@@ -281,7 +307,30 @@ for _name, _real, _fake, _vmap in (
     torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
 
 
-KERNEL_FUNCTIONS = ((torch.ops.flexsn.forward.default, _forward), (torch.ops.flexsn.backward.default, _backward))
+class Site:
+    """A place in generated code that calls an operator, always with operands of the same kinds: its launch is looked up once."""
+
+    __slots__ = ("_launch", "_places", "_settle")
+
+    def __init__(self, settle: Callable[..., tuple[Launch, Operands]], places: tuple[int, ...]):
+        """`places` of the lists of operands among the operator's arguments."""
+        self._settle, self._places = settle, places
+        self._launch: Launch | None = None
+
+    def __call__(self, *arguments) -> list[Tensor]:
+        operands: Operands = [tensor for place in self._places for tensor in arguments[place]]
+        launch, given = self._launch, operands
+        if launch is None:
+            launch, operands = self._settle(given, *arguments)
+            self._launch = launch if operands is given else None
+        return launch(operands, _by_role(arguments[3]))
+
+
+# Of each operator: the function that implements it, and what makes a site of it
+KERNEL_OPERATORS = {
+    torch.ops.flexsn.forward.default: (_forward, functools.partial(Site, _settle_forward, (1, 2))),
+    torch.ops.flexsn.backward.default: (_backward, functools.partial(Site, _settle_backward, (1, 2, 4, 5))),
+}
 
 
 # --- flexsn::carry --------------------------------------------------------------------------------------------------------------
@@ -325,7 +374,7 @@ class OperatorLaunch:
         self.writes = call.program.plan_of(direction, *flags).writes
         self.places = {a.role: place for place, a in enumerate(self.writes)}
 
-    def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor], device: torch.device) -> list[Tensor]:
+    def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:
         call, ops = self.call, torch.ops.flexsn
         i, n = call.num_inputs, call.num_operands
         inputs, states, values = list(operands[:i]), list(operands[i:n]), [params[f"p{k}"] for k in range(len(params))]

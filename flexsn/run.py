@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _compat
 from .blueprint import Shapes, rescale
 from .compile import Program
 from .graph import HALF
@@ -33,6 +34,7 @@ class Call:
         differentiable: whether autograd records the call.
         kinds: shape and dtype of every operand as given, None for a default state.
         roles: of inputs and initial states, in order.
+        absent: those of states that start at zero.
         checkpoints: how many rows of states the forward stores for the backward.
         saved: roles of these rows.
         results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
@@ -50,6 +52,7 @@ class Call:
         sig = program.sig
         self.num_inputs, self.num_operands = sig.num_inputs, sig.num_inputs + sig.num_states
         self.roles = tuple([f"x{k}" for k in range(sig.num_inputs)] + [f"v{k}" for k in range(sig.num_states)])
+        self.absent = {role for role, kind in zip(self.roles, self.kinds, strict=False) if kind is None}
         self.saved = tuple([f"c{k}" for k in range(sig.num_states)])
         self.checkpoints = program.checkpoints(T)
         ends = [f"v{k}" for k in range(sig.num_states)]
@@ -79,7 +82,9 @@ class Call:
         return launch
 
     def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
-        return Launch(self.program.kernel(direction, *flags), self.T, self.shapes.step, self.checkpoints, roles, order)
+        there = tuple([None if role in self.absent else role for role in roles])
+        program, step = self.program, self.shapes.step
+        return Launch(program.kernel(direction, *flags), program.device, self.T, step, self.checkpoints, there, order)
 
     def usual_backward(self, inputs: Sequence[Tensor]) -> Any:
         """The backward for cotangents of every output and of nothing else."""
@@ -161,7 +166,7 @@ class Pullback:
 
 
 class Launch:
-    """A kernel at given sizes: which arrays it takes, and which are allocated for it.
+    """A kernel at given sizes on a device: which arrays it takes, and which are allocated for it.
 
     Attributes:
         order: in which the step's dims lie in memory, in every array, if not in their own.
@@ -171,37 +176,47 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[str], order: Order | None = None
+        self, kernel: Any, device: torch.device, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[str | None],
+        order: Order | None = None,
     ):  # fmt: skip
-        """`roles` of the operands, in the order in which calls pass them."""
+        """`roles` of the operands, in the order in which calls pass them; None where nothing is passed."""
         self.kernel, self.T, self.step, self.numel, self.order = kernel, T, step, math.prod(step), order
         self.params = tuple([a.role for a in kernel.plan.reads if a.kind == "param"])
         self.checkpoints = checkpoints
         self.writes = arrays_of(kernel.plan.writes, T, step, checkpoints)
         self._results = [(shape, strides_of(shape, len(shape) - len(step), order), dtype) for _, shape, dtype in self.writes]
         self.places = {role: place for place, (role, _, _) in enumerate(self.writes)}
-        self._given = roles
-        read = {role: place for place, role in enumerate((*roles, *self.params))}
-        self._reads = [read.get(a.role, -1) for a in kernel.plan.reads]  # -1: absent
+        self._given, self._device, self._gpu = roles, device, device.index if device.type == "cuda" else None
+        given = {role: place for place, role in enumerate((*roles, *self.params))}
+        self._reads = [given[a.role] for a in kernel.plan.reads if a.role in given]
+        present = [a.role in given for a in kernel.plan.reads] + [True] * len(kernel.plan.writes)
+        self._make, self._run = allocator(device), kernel.bind(present, T, self.numel)
 
-    def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor], device: torch.device) -> list[Tensor]:
+    def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:
         """Run; returns what was written, in the order of `writes`."""
-        dims: list[int] = []
-        found: list[Tensor | None] = [*operands]
-        for role in self.params:
-            tensor, inner, count = by_index(params[role].to(device), self.step, self.order)  # a number may be a tensor on the CPU
-            found.append(tensor)
-            dims += (inner, count)
-        found.append(None)
-        make = allocator(device)
+        if self._gpu is not None and self._gpu != _compat.current_device():
+            with torch.cuda.device(self._gpu):
+                return self(operands, params)
+        dims: Sequence[int] = ()
+        if self.params:
+            operands, dims = self._with_params(operands, params)
+        make = self._make
         written = [make(shape, strides, dtype) for shape, strides, dtype in self._results]
         if self.T == 0:
-            _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._given, operands, strict=True)))
-        self.kernel([found[place] for place in self._reads] + written, dims, self.T, self.numel)
+            _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._given, operands, strict=False)))
+        self._run([operands[place] for place in self._reads] + written, dims)
         return written
 
+    def _with_params(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> tuple[list[Tensor | None], list[int]]:
+        found, dims = [*operands], list[int]()
+        for role in self.params:
+            tensor, inner, count = by_index(params[role].to(self._device), self.step, self.order)  # a number may be a tensor on the CPU
+            found.append(tensor)
+            dims += (inner, count)
+        return found, dims
 
-def _copy_over_no_time(written: dict[str, Tensor], given: dict[str, Tensor | None]) -> None:
+
+def _copy_over_no_time(written: dict[str, Tensor], given: dict[str | None, Tensor | None]) -> None:
     """Without steps nothing runs: what is left at one end of time is what came in at the other."""
     for role, end in written.items():
         if role[:1] == "v" or role[:2] == "gv":
@@ -228,7 +243,7 @@ def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) 
         Outputs, final states and state sequences (`call.results`); checkpoints (`call.saved`).
     """
     launch = call.forward_launch(operands[: call.num_inputs], save, memory_order(operands[0]))
-    written, places = launch(operands, call.program.prologue(statics), operands[0].device), launch.places
+    written, places = launch(operands, call.program.prologue(statics)), launch.places
     results = call.as_returned([written[places[r]] for r in call.results])
     return results, [written[places[r]] for r in call.saved] if save else []
 
@@ -255,7 +270,7 @@ def backward(
     if launch is None:
         return [None] * call.num_operands, none
     grads = [widen(g, step, leading, order) for g, leading in zip([g for g in cotangents if g is not None], back.leading, strict=True)]
-    written = launch((*operands, *checkpoints, *grads), back.prologue(statics), operands[0].device)
+    written = launch((*operands, *checkpoints, *grads), back.prologue(statics))
     found = [None if place is None else written[place] for place in back.places]
     if not any(back.statics):
         return found, none

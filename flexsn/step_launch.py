@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .errors import DeviceMismatchError, OperandCountError, OperandTypeError, SequenceLengthError, UnsupportedDtypeError
-from .memory import empty
-from .rows import by_index, narrow, rows, unbroadcast
+from .rows import narrow, rows, unbroadcast
+from .run import Launch
 from .signature import DTYPES
 from .step_info import FlexSNInfo, Shape, dtypes, return_shape, step_shape
 from .step_kernels import StepKernel
@@ -233,20 +232,10 @@ def _launch(
     with torch.no_grad():
         kinds = {r: t.dtype for r, t in arrays.items()}
         loaded = f.load(device, kinds, present)
-        params = f.params(device)
-        taken: list[Tensor | None] = []
-        dims: list[int] = []
-        for a in loaded.plan.reads:
-            if a.kind == "param":
-                tensor, inner, count = by_index(params[a.role], step)
-                taken.append(tensor)
-                dims += (inner, count)
-            else:
-                given = arrays.get(a.role)
-                taken.append(None if given is None else rows(given.to(a.storage), step, int(a.kind == "sequence")))
-        written = {a.role: empty((T, *step) if a.kind == "sequence" else step, a.storage, device) for a in loaded.plan.writes}
-        loaded([*taken, *written.values()], dims, T, math.prod(step))
-        return written
+        taken = {a.role: a for a in loaded.plan.reads if a.role in arrays}
+        launch = Launch(loaded, device, T, step, 0, tuple(taken))
+        operands = [rows(arrays[r].to(a.storage), step, int(a.kind == "sequence")) for r, a in taken.items()]
+        return dict(zip(launch.places, launch(operands, f.params(device)), strict=True))
 
 
 def _expect(f: Any, kind: str) -> None:

@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrize
 
 import flexsn
-from flexsn import FlexSN
+from flexsn import FlexSN, ops
 from flexsn.errors import BackendError, FallbackWarning, NotElementwiseError
 
 # PyTorch's own: Dynamo looks at `.grad` of every tensor that goes into a graph; its `scan` imports TorchScript
@@ -326,7 +326,7 @@ def test_memory_lies_as_convolutions_choose(layout):
         torch.testing.assert_close(compiled(x), eager(x))  # with states that were carried
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    calls = [line for line in code[0].splitlines() if "flexsn.call_forward(" in line]
+    calls = [line for line in code[0].splitlines() if "= flexsn_forward_buf" in line]
     assert len(calls) == 2 and all("(4, 2, 8, 8, 8), (1024, 512, 1, 64, 8)" in line for line in calls)
     assert "(2, 8, 8, 8), (512, 64, 8, 1)" not in code[0], "a final state is copied into the order of its dims"
 
@@ -556,6 +556,22 @@ def test_the_prologue_is_ordinary_nodes_beside_one_kernel_for_any_length(make):
     assert found[0] == found[1]
 
 
+def test_a_neuron_without_state_has_no_cotangent_of_one():
+    """What a compiled graph returns is given zeros for a gradient that nobody has."""
+    given = []
+    for stateful in (True, False):
+        forward, backward = graphs_of(FlexSN(relu_mem, 1, 1, stateful=stateful), torch.randn(6, 3, 8))
+        (kernel,) = [n for n in backward.nodes if str(n.target) == "flexsn.backward.default"]
+        given.append(kernel.args[6])
+        assert ("flexsn.carry.default" in targets(forward)) is stateful
+    assert given == [["gy0", "gv0"], ["gy0"]]
+
+
+def test_a_neuron_without_state_compiles_once():
+    net, x = nn.Sequential(nn.Linear(4, 8), FlexSN(relu_mem, 1, 1, stateful=False)), torch.randn(6, 3, 4)
+    assert_compiles(net, *[(x * k,) for k in range(4)])
+
+
 def test_inference_graphs_save_nothing():
     net, graphs = params_neuron(), []
 
@@ -705,6 +721,36 @@ def test_inductor(mode):
 def test_inductor_with_dynamic_sizes():
     net = nn.Sequential(nn.Linear(4, 8), module_neuron())
     assert_compiles(net, *[(torch.randn(T, 3, 4),) for T in (5, 17, 50)], backend="inductor", dynamic=True)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_generated_code_finds_a_launch_once(dynamic, strided, monkeypatch):
+    """Where sizes are constants, at the first call from each line; operands that lie otherwise are laid out in every call."""
+    from torch._inductor.utils import run_and_get_code
+
+    def operands(seed, T=5):
+        x = torch.randn(T, 4, 6, generator=torch.Generator().manual_seed(seed))
+        return (x.mT.contiguous().mT if strided else x).requires_grad_()
+
+    neuron, looked_up = FlexSN(relu_mem, 1, 1), []
+    compiled = torch.compile(neuron, fullgraph=True, dynamic=dynamic)
+    settle = ops._settle
+    monkeypatch.setattr(ops, "_settle", lambda *args: (looked_up.append(args), settle(*args))[1])
+    for seed in range(4):
+        neuron.reset()
+        x, leaf = operands(seed), operands(seed)
+        if seed == 0:
+            y, (code, *_) = run_and_get_code(compiled, x)
+            assert ("= flexsn_forward_buf" in code) is not dynamic and ("torch.ops.flexsn.call_forward(" in code) is dynamic
+        else:
+            y = compiled(x)
+        (y * torch.linspace(-1, 1, 6)).sum().backward()
+        neuron.reset()
+        want = neuron(leaf)
+        (want * torch.linspace(-1, 1, 6)).sum().backward()
+        assert torch.equal(y, want) and torch.equal(x.grad, leaf.grad)
+    assert len(looked_up) == (8 if dynamic else 2)
 
 
 def test_the_neuron_keeps_its_bits():

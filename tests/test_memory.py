@@ -9,24 +9,30 @@ import flexsn
 from flexsn import memory
 
 SIZE = memory.LEAST // 4
+
+
+def empty(shape, dtype):
+    return memory.allocator(CPU)(shape, memory.dense_strides(shape), dtype)
+
+
 CPU = torch.device("cpu")
 
 
 def test_small_results_are_the_allocators():
-    assert torch.equal(memory.empty((0, 3), torch.float32, CPU), torch.empty(0, 3))
-    x = memory.empty((SIZE - 1,), torch.float32, CPU)
+    assert torch.equal(empty((0, 3), torch.float32), torch.empty(0, 3))
+    x = empty((SIZE - 1,), torch.float32)
     assert x.untyped_storage().nbytes() == 4 * (SIZE - 1)
 
 
 def test_a_dead_block_is_used_again_and_a_live_one_is_not():
-    x = memory.empty((2, SIZE), torch.float32, CPU)
+    x = empty((2, SIZE), torch.float32)
     place = x.data_ptr()
     view = x[1:]
     del x
-    other = memory.empty((2, SIZE), torch.float32, CPU)
+    other = empty((2, SIZE), torch.float32)
     assert other.data_ptr() != place  # `view` lives
     del view
-    again = memory.empty((2, SIZE), torch.float16, CPU), memory.empty((2, SIZE), torch.float32, CPU)
+    again = empty((2, SIZE), torch.float16), empty((2, SIZE), torch.float32)
     assert [a.data_ptr() == place for a in again] == [False, True]  # half the size does not fit
     assert again[1].is_contiguous() and not again[1]._is_view()
 
@@ -34,7 +40,7 @@ def test_a_dead_block_is_used_again_and_a_live_one_is_not():
 def test_kept_bytes_are_bounded(monkeypatch):
     memory._free.clear()
     monkeypatch.setattr(memory, "MOST", 3 * memory.LEAST)
-    blocks = [memory.empty((SIZE,), torch.float32, CPU) for _ in range(8)]
+    blocks = [empty((SIZE,), torch.float32) for _ in range(8)]
     del blocks
     gc.collect()
     assert sum(map(len, memory._free)) == 3 * memory.LEAST
@@ -45,7 +51,7 @@ def test_results_of_threads_never_share_memory():
 
     def work(k):
         for _ in range(50):
-            x = memory.empty((SIZE,), torch.float32, CPU)
+            x = empty((SIZE,), torch.float32)
             x.fill_(k)
             if not bool((x == k).all()):
                 wrong.append(k)

@@ -86,6 +86,22 @@ def test_states_are_carried_until_reset():
     assert torch.equal(net(x), whole)
 
 
+@pytest.mark.parametrize("initial", [None, [0.3]])
+def test_a_neuron_without_state_starts_anew(initial):
+    x = torch.randn(8, 4)
+    net = FlexSN(lif, 1, 1, 1, params=lif_params(), stateful=False, initial_states=initial, store_state_seqs=True)
+    want = FlexSN(lif, 1, 1, 1, params=lif_params(), initial_states=initial, store_state_seqs=True)
+    for piece in (x, x[:3], x):  # other batch sizes need no reset either
+        want.reset()
+        assert torch.equal(net(piece), want(piece)) and net.states is None
+        assert torch.equal(net.state_seqs[0], want.state_seqs[0])
+    copied = copy.deepcopy(net)
+    assert torch.equal(copied(x), net(x)) and copied.states is None
+    assert torch.equal(flexsn.LIF(stateful=False)(x), flexsn.LIF()(x))
+    with pytest.raises(errors.ArgumentError, match="every step would start anew"):
+        FlexSN(lif, 1, 1, 1, params=lif_params(), stateful=False, step_mode="s")
+
+
 def test_detach_states():
     x = torch.randn(4, 4, requires_grad=True)
     net = FlexSN(lif, 1, 1, 1, params=lif_params(), backend="cpp")

@@ -28,7 +28,8 @@ def run_graph(graph, inputs):
     n = next(iter(inputs.values())).numel()
     written = {a.role: torch.empty(1, n, dtype=a.storage) for a in of.writes}
     kernel = launch_triton.load(of, render_triton.render(of))
-    kernel([inputs[a.role] for a in of.reads] + [written[a.role] for a in of.writes], [], 1, n)
+    run = kernel.bind([True] * len(of.arguments), 1, n)
+    run([inputs[a.role] for a in of.reads] + [written[a.role] for a in of.writes], [])
     return {role: tensor[0] for role, tensor in written.items()}
 
 

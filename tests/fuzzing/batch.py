@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,8 @@ class Deferred:
         self.plan, self.source = plan, source
         self.kernel: launch_cpp.Kernel | None = None
 
-    def __call__(self, *arguments: Any) -> None:
-        if self.kernel is not None:
-            self.kernel(*arguments)
+    def bind(self, *sizes: Any) -> Callable[..., None]:
+        return lambda *arrays: self.kernel.bind(*sizes)(*arrays) if self.kernel is not None else None
 
 
 @contextlib.contextmanager
