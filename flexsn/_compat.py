@@ -102,6 +102,12 @@ def _argument_types(func: Any) -> list[str]:
     return [] if view else [str(argument.type) for argument in func._schema.arguments]
 
 
+def apply(function: type[torch.autograd.Function], first: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
+    """`function.apply(first, *tensors)` without transforms, past most of the Python in it."""
+    alive = [t if t is None else torch._C._functorch.unwrap_if_dead(t) for t in tensors]  # 2.11, 2.13: as there
+    return super(torch.autograd.Function, function).apply(first, *alive)  # type: ignore[misc]  # a method of its base, in C++
+
+
 def forward_ad_level() -> int:
     """-1 outside of `torch.autograd.forward_ad.dual_level()`."""
     return torch.autograd.forward_ad._current_level  # 2.11, 2.13

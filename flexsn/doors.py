@@ -21,7 +21,7 @@ from .capture import Meta
 from .errors import DoubleBackwardError, ForwardModeError, ShapeMismatchError
 from .inductor import remade
 from .ops import LIBRARY, TAGS, TracedCall, like_row, program_from, text_of
-from .rows import memory_order, unbroadcast
+from .rows import is_dense, memory_order, unbroadcast
 from .rows import rows as as_rows
 
 Tensors = Sequence[Tensor | None]
@@ -32,12 +32,16 @@ def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tenso
     if isinstance(call, TracedCall) and not (_compat.functorch_active() or _compat.below_autograd()):
         results = _by_operator(call, tensors)
     elif call.differentiable:
-        results = list((_Traced if isinstance(call, TracedCall) else _Eager).apply(call, *tensors))
+        results = _differentiably(call, tensors)
     else:
         results, _ = _without_gradients(call, tensors)
     outs, n = call.program.num_outputs, call.program.sig.num_states
     sequences = results[outs + n : outs + 2 * n] if call.sequences else []
     return results[outs : outs + n], sequences, results[:outs]
+
+
+def _differentiably(call: run.Call, tensors: Tensors) -> list[Tensor]:
+    return list(_Traced.apply(call, *tensors) if isinstance(call, TracedCall) else _compat.apply(_Eager, call, tensors))
 
 
 def disturbed() -> bool:
@@ -64,13 +68,14 @@ def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _as_rows(call: run.Call, tensors: Tensors) -> list[Tensor | None]:
     """Inputs and states as kernels take them; the rest as it is."""
-    i, step = call.num_inputs, call.shapes.step
+    i, n, step = call.num_inputs, call.num_operands, call.shapes.step
+    if call.whole and all([t is None or is_dense(t) for t in tensors[:n]]):
+        return list(tensors)
     first = tensors[0]
     assert first is not None, "inputs are there"
     order = memory_order(first) if first.shape[1:] == step else None
-    operands = tensors[: call.num_operands]
-    found = [None if t is None else as_rows(t, step, 1 if k < i else 0, order) for k, t in enumerate(operands)]
-    return [*found, *tensors[call.num_operands :]]
+    found = [None if t is None else as_rows(t, step, 1 if k < i else 0, order) for k, t in enumerate(tensors[:n])]
+    return [*found, *tensors[n:]]
 
 
 def _forward(call: run.Call, rows: run.Rows, save: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -89,18 +94,14 @@ def _without_gradients(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], 
     return _forward(call, _as_rows(call, tensors), save=False)
 
 
-def _savable(tensor: Tensor | None) -> Tensor | None:
+def _savable(tensors: Tensors) -> Tensors:
     """Autograd saves no tensor that was made in inference mode."""
-    return tensor.clone() if tensor is not None and tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
+    return [t.clone() if t is not None and t.is_inference() and not torch.is_inference_mode_enabled() else t for t in tensors]
 
 
 def _not_differentiable(call: run.Call, results: Sequence[Tensor]) -> list[Tensor]:
     """Those of outputs, final states and state sequences through which no gradient flows."""
-    outs, flags = call.program.num_outputs, call.program.vjp.differentiable
-    if all(flags):
-        return []
-    flags = (*flags, *(flags[outs:] if call.sequences else ()))
-    return [t for t, ok in zip(results, flags, strict=True) if not ok]
+    return [t for t, constant in zip(results, call.constant, strict=True) if constant] if call.constant else []
 
 
 def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], grads: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -114,10 +115,12 @@ def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], gra
     else:
         with call.around():
             found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)
-    results: list[Tensor | None] = [
-        None if grad is None or kind is None else unbroadcast(grad, kind[0], 1 if k < call.num_inputs else 0)
-        for k, (grad, kind) in enumerate(zip(found, call.kinds, strict=False))
-    ]
+    results = found
+    if not call.whole:
+        results = [
+            None if grad is None or kind is None else unbroadcast(grad, kind[0], 1 if k < call.num_inputs else 0)
+            for k, (grad, kind) in enumerate(zip(found, call.kinds, strict=False))
+        ]
     if call.statics:
         by_name = dict(zip((*call.program.sig.param_names, *call.program.vjp.captured), of_statics, strict=True))
         for name, meta in zip(call.statics, call.kinds[n:], strict=True):
@@ -140,7 +143,7 @@ class _Eager(torch.autograd.Function):
         rows = _as_rows(call, tensors)
         results, checkpoints = _forward(call, rows, save=True)
         ctx.call = call
-        ctx.save_for_backward(*map(_savable, rows), *checkpoints)
+        ctx.save_for_backward(*_savable(rows), *checkpoints)
         ctx.set_materialize_grads(False)
         constant = _not_differentiable(call, results)
         if constant:
@@ -256,7 +259,7 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
         call.around = sharding.Replicating
     if not call.differentiable:
         return _without_gradients(call, tensors)[0]
-    results = list((_Traced if isinstance(call, TracedCall) else _Eager).apply(call, *tensors))
+    results = _differentiably(call, tensors)
     n = call.program.sig.num_states
     return results[: call.program.num_outputs + (2 * n if sequences else n)]
 

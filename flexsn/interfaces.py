@@ -53,6 +53,10 @@ INTERFACES = {
         "torch._inductor.lowering:add_layout_constraint",
         "torch._inductor.ir:get_stride_order",
         "torch._inductor.ir:ExternKernel.require_stride_order",
+        "torch._inductor.ir:FallbackKernel.create",
+        "torch._inductor.ir:FallbackKernel.codegen",
+        "torch._inductor.ir:TensorBox.create",
+        "torch._inductor.utils:is_dynamic",
     ),
     "flexsn.lowlevel": (
         "torch._functorch.aot_autograd:aot_export_joint_simple",

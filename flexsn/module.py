@@ -241,24 +241,24 @@ class FlexSN(nn.Module):
             refuse_carried(core_name(self.core))
         self._check_inputs(inputs)
         states = self.start_states(*inputs) if self.states is None else self.states
-        self._check_states(states)
+        if type(states) is not list or len(states) != self.num_states:
+            self._check_states(states)
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         if self.example_outputs is not None and inputs[0].shape[0] == 0:
             empty = tuple(y.new_empty((0, *y.shape)) for y in self.example_outputs)
             return empty[0] if len(empty) == 1 else empty
         outputs, finals, sequences = self.run(inputs, states, self.store_state_seqs)
-        compiled = torch.compiler.is_dynamo_compiling()
-        kept: Any = None
-        if self.stateful:
-            kept = (tuple if exported else list)([carry(v) for v in finals] if compiled else finals)
-        if not compiled:
-            self._carry(kept, sequences)
-        else:  # assignments of a compiled call take microseconds
-            if self.states is not kept:
-                self.states = kept
+        if torch.compiler.is_dynamo_compiling():  # where assignments take microseconds
+            if self.stateful:
+                finals = [carry(v) for v in finals]
+                self.states = tuple(finals) if exported else finals
+            elif self.states is not None:
+                self.states = None
             if self.state_seqs is not sequences:
                 self.state_seqs = sequences
+        else:
+            self._carry((tuple(finals) if exported else finals) if self.stateful else None, sequences)
         if not outputs:
             raise ReturnCountError("returned states only; at least one output is needed", core=core_name(self.core))
         if self.step_mode == "s":

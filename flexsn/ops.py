@@ -155,8 +155,8 @@ def _check(
     rows = {"sequence": launch.T, "checkpoint": checkpoints, "row": 1}
     for a in launch.kernel.plan.reads:
         tensor = params.get(a.role) if a.kind == "param" else arrays.get(a.role)
-        if tensor is None and a.kind == "row":
-            continue  # zeros
+        if tensor is None and (a.kind == "row" or (a.kind == "checkpoint" and not checkpoints)):
+            continue  # zeros; none are read
         if tensor is None or tensor.dtype is not a.storage or (a.kind != "param" and tensor.numel() < rows[a.kind] * launch.numel):
             found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise OperandTypeError(
@@ -173,8 +173,11 @@ def _kinds(tensors: Sequence[Tensor | None]) -> tuple:
     return tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
 
 
+_NONE: dict[str, Tensor] = {}
+
+
 def _by_role(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
-    return {f"p{k}": p for k, p in enumerate(params)} if params else {}  # a package of AOTInductor passes None for an empty list
+    return {f"p{k}": p for k, p in enumerate(params)} if params else _NONE  # a package of AOTInductor passes None for an empty list
 
 
 Operands = Sequence[Tensor | None]

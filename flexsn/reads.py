@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import operator
 import os
 import random
 import sys
@@ -103,11 +104,14 @@ class Reads:
 
     def of_now(self, core: Callable) -> bool:
         """Whether a look at the core would find the same."""
-        return bool(self.own) and all([a is b for a, b in zip(self.own, own_of(core), strict=True)]) and self.current()
+        return bool(self.own) and all(map(operator.is_, self.own, own_of(core))) and self.current()
 
     def current(self) -> bool:
         """Whether every place still holds the object that it held at the look."""
-        return all(slot.get() is seen for slot, seen in self.watched) and all(len(c) == n for c, n in self.sizes)
+        for slot, seen in self.watched:  # plain loops: every call comes here
+            if slot.get() is not seen:
+                return False
+        return all([len(container) == n for container, n in self.sizes])
 
     def held(self) -> list[Any]:
         """What every watched place holds now."""

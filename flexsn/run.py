@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +38,7 @@ class Call:
         absent: those of states that start at zero.
         checkpoints: how many rows of states the forward stores for the backward.
         saved: roles of these rows.
+        whole: whether inputs and states are given at the step shape.
         results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
         around: a context for what runs, if it needs one.
     """
@@ -53,21 +55,24 @@ class Call:
         self.num_inputs, self.num_operands = sig.num_inputs, sig.num_inputs + sig.num_states
         self.roles = tuple([f"x{k}" for k in range(sig.num_inputs)] + [f"v{k}" for k in range(sig.num_states)])
         self.absent = {role for role, kind in zip(self.roles, self.kinds, strict=False) if kind is None}
-        self.saved = tuple([f"c{k}" for k in range(sig.num_states)])
         self.checkpoints = program.checkpoints(T)
+        none = type(self.checkpoints) is int and not self.checkpoints
+        self.saved = () if none else tuple([f"c{k}" for k in range(sig.num_states)])
         ends = [f"v{k}" for k in range(sig.num_states)]
         trail = [f"s{k}" for k in range(sig.num_states)] if sequences else []
         self.results = (*[f"y{k}" for k in range(program.num_outputs)], *ends, *trail)
         states = [(s, 0) for s in shapes.states]
         self._shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
-        self._whole = all(shape[leading:] == shapes.step for shape, leading in self._shapes)
+        sizes = zip(self.kinds[: self.num_operands], self.roles, strict=True)
+        self.whole = all(kind is None or kind[0] == ((T, *shapes.step) if role[0] == "x" else shapes.step) for kind, role in sizes)
+        self._returned_whole = all(shape[leading:] == shapes.step for shape, leading in self._shapes)
         self._launches: dict[Any, Any] = {}
         self._pullbacks: dict[Any, Pullback] = {}
         self._wanted: dict[Sequence[bool], tuple[tuple[str, ...], tuple[bool, ...]]] = {}
 
     def as_returned(self, results: list[Tensor]) -> list[Tensor]:
         """Results of the step shape at the shapes that the core returns."""
-        if self._whole:
+        if self._returned_whole:
             return results
         return [narrow(t, shape, leading) for t, (shape, leading) in zip(results, self._shapes, strict=True)]
 
@@ -84,7 +89,14 @@ class Call:
     def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
         there = tuple([None if role in self.absent else role for role in roles])
         program, step = self.program, self.shapes.step
-        return Launch(program.kernel(direction, *flags), program.device, self.T, step, self.checkpoints, there, order)
+        checkpoints = self.checkpoints if self.saved else None
+        return Launch(program.kernel(direction, *flags), program.device, self.T, step, checkpoints, there, order)
+
+    @functools.cached_property
+    def constant(self) -> tuple[bool, ...]:
+        """Of `results`, through which no gradient flows; empty if one flows through each."""
+        outs, flags = self.program.num_outputs, self.program.vjp.differentiable
+        return () if all(flags) else tuple([not flag for flag in (*flags, *(flags[outs:] if self.sequences else ()))])
 
     def usual_backward(self, inputs: Sequence[Tensor]) -> Any:
         """The backward for cotangents of every output and of nothing else."""
@@ -176,20 +188,22 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[str | None],
+        self, kernel: Any, device: torch.device, T: int, step: tuple[int, ...], checkpoints: int | None, roles: Sequence[str | None],
         order: Order | None = None,
     ):  # fmt: skip
-        """`roles` of the operands, in the order in which calls pass them; None where nothing is passed."""
+        """`checkpoints`: how many rows, None for no array of them; `roles` of the operands, in the order in which calls pass
+        them, None where nothing is passed."""
         self.kernel, self.T, self.step, self.numel, self.order = kernel, T, step, math.prod(step), order
         self.params = tuple([a.role for a in kernel.plan.reads if a.kind == "param"])
-        self.checkpoints = checkpoints
-        self.writes = arrays_of(kernel.plan.writes, T, step, checkpoints)
+        self.checkpoints = checkpoints or 0
+        writes = [a for a in kernel.plan.writes if a.kind != "checkpoint" or checkpoints is not None]
+        self.writes = arrays_of(writes, T, step, self.checkpoints)
         self._results = [(shape, strides_of(shape, len(shape) - len(step), order), dtype) for _, shape, dtype in self.writes]
         self.places = {role: place for place, (role, _, _) in enumerate(self.writes)}
         self._given, self._device, self._gpu = roles, device, device.index if device.type == "cuda" else None
         given = {role: place for place, role in enumerate((*roles, *self.params))}
         self._reads = [given[a.role] for a in kernel.plan.reads if a.role in given]
-        present = [a.role in given for a in kernel.plan.reads] + [True] * len(kernel.plan.writes)
+        present = [a.role in given for a in kernel.plan.reads] + [a.role in self.places for a in kernel.plan.writes]
         self._make, self._run = allocator(device), kernel.bind(present, T, self.numel)
 
     def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:
@@ -232,6 +246,9 @@ def arrays_of(arrays: Sequence[Array], T: int, step: tuple[int, ...], checkpoint
     return [(a.role, (*rows[a.kind], *step), a.storage) for a in arrays]
 
 
+_NONE: dict[str, Tensor] = {}
+
+
 def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Run all T steps.
 
@@ -243,7 +260,7 @@ def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) 
         Outputs, final states and state sequences (`call.results`); checkpoints (`call.saved`).
     """
     launch = call.forward_launch(operands[: call.num_inputs], save, memory_order(operands[0]))
-    written, places = launch(operands, call.program.prologue(statics)), launch.places
+    written, places = launch(operands, call.program.prologue(statics) if launch.params else _NONE), launch.places
     results = call.as_returned([written[places[r]] for r in call.results])
     return results, [written[places[r]] for r in call.saved] if save else []
 
@@ -270,7 +287,7 @@ def backward(
     if launch is None:
         return [None] * call.num_operands, none
     grads = [widen(g, step, leading, order) for g, leading in zip([g for g in cotangents if g is not None], back.leading, strict=True)]
-    written = launch((*operands, *checkpoints, *grads), back.prologue(statics))
+    written = launch((*operands, *checkpoints, *grads), back.prologue(statics) if launch.params else _NONE)
     found = [None if place is None else written[place] for place in back.places]
     if not any(back.statics):
         return found, none

@@ -49,6 +49,12 @@ def evaluate(core, inputs, states=(), params=(), *, backend, sequences=False, ca
     return {n: t.detach() for n, t in values.items()}, grads
 
 
+def run_kernel(kernel, read, written, T, N):
+    """A kernel without params, on all that it reads and writes, by role."""
+    arrays = [read[a.role] for a in kernel.plan.reads] + [written[a.role] for a in kernel.plan.writes]
+    kernel.bind([True] * len(arrays), T, N)(arrays, [])
+
+
 def assert_same_values(fused, eager, exact=True, tolerance=None):
     assert list(fused) == list(eager)
     for name, want in eager.items():

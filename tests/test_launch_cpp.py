@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cores import leaky
+from helpers import run_kernel
 
 import flexsn
 from flexsn import launch_cache, launch_compiler, launch_cpp, plan, render_cpp
@@ -32,9 +33,8 @@ def tiny_plan(scale, name="tiny"):
 def run_tiny(kernel, scale):
     x, v = torch.randn(3, 5), torch.randn(5)
     y, final = torch.empty(3, 5), torch.empty(5)
-    names = {"x0": x, "v0": v}
-    written = {"y0": y, "v0": final}
-    kernel([names[a.role] for a in kernel.plan.reads] + [written[a.role] for a in kernel.plan.writes], [], 3, 5)
+    read, written = {"x0": x, "v0": v}, {"y0": y, "v0": final}
+    run_kernel(kernel, read, written, 3, 5)
     want = v.clone()
     for t in range(3):
         want = x[t] * scale + want

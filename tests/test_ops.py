@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import run_kernel
 
 import flexsn
 from flexsn import launch_cpp, plan, render_cpp
@@ -69,7 +70,7 @@ def run_graph(graph, inputs):
     kernel = launch_cpp.load(made, render_cpp.render(made))
     n = next(iter(inputs.values())).numel()
     written = {a.role: torch.empty(1, n, dtype=a.storage) for a in made.writes}
-    kernel([inputs[a.role] for a in made.reads] + [written[a.role] for a in made.writes], [], 1, n)
+    run_kernel(kernel, inputs, written, 1, n)
     return {role: tensor[0] for role, tensor in written.items()}
 
 

@@ -212,6 +212,7 @@ def test_parity_under_sanitizers(tmp_path, name):
 OUTSIDE = """
 import torch
 from flexsn import launch_cpp, render_cpp
+from helpers import run_kernel
 from test_launch_cpp import tiny_plan
 
 plan = tiny_plan(0.5)
@@ -220,7 +221,7 @@ fault = {fault!r}
 assert fault[0] in source
 kernel = launch_cpp.load(plan, source.replace(*fault))
 x, v, final, y = torch.ones(3, 5), torch.ones(5), torch.empty(5), torch.empty(3, 5)
-kernel([{{"x0": x, "v0": v}}[a.role] for a in plan.reads] + [{{"v0": final, "y0": y}}[a.role] for a in plan.writes], [], 3, 5)
+run_kernel(kernel, {{"x0": x, "v0": v}}, {{"v0": final, "y0": y}}, 3, 5)
 print("not seen")
 """
 SEEDED = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_kernel
 from test_ops import APPROXIMATE, FLOATS, INTS, _interpret_wide, all_ops, op_table
 
 from flexsn import launch_triton, plan, render_triton
@@ -28,8 +29,7 @@ def run_graph(graph, inputs):
     n = next(iter(inputs.values())).numel()
     written = {a.role: torch.empty(1, n, dtype=a.storage) for a in of.writes}
     kernel = launch_triton.load(of, render_triton.render(of))
-    run = kernel.bind([True] * len(of.arguments), 1, n)
-    run([inputs[a.role] for a in of.reads] + [written[a.role] for a in of.writes], [])
+    run_kernel(kernel, inputs, written, 1, n)
     return {role: tensor[0] for role, tensor in written.items()}
 
 
