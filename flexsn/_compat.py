@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator  # 2.11, 2.13
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13
 
 try:
     from torch._subclasses.fake_tensor import (  # 2.11, 2.13
@@ -41,9 +41,17 @@ except ImportError:  # `interfaces.require` says so before a core is captured; i
 
     disable_modes = contextlib.nullcontext  # type: ignore[assignment]  # likewise: there are no modes to disable
 
+try:
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
+except ImportError:  # `backend="hop"` is then a call that no trace knows
+
+    class ProxyTorchDispatchMode(TorchDispatchMode): ...  # type: ignore[no-redef]  # stands in for the missing one
+
+
 # the names that are only passed on
 __all__ = [
-    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "ProxyTorchDispatchMode", "disable_modes",
+    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "ProxyTorchDispatchMode", "TorchDispatchMode",
+    "disable_modes",
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
@@ -83,6 +91,14 @@ def decomposition_table() -> dict[Any, Any]:
     from torch._decomp import decomposition_table as table  # 2.11, 2.13
 
     return table
+
+
+def promoted(values: Sequence[Any], *, to_float: bool) -> torch.dtype:
+    """The dtype of the result of an elementwise op on tensors and numbers; `to_float`: integers become floats."""
+    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes  # 2.11, 2.13
+
+    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.INT_TO_FLOAT if to_float else ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+    return elementwise_dtypes(*values, type_promotion_kind=kind)[1]
 
 
 def functional_overload(func: Any) -> Any | None:

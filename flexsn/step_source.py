@@ -19,6 +19,7 @@ from .capture import Meta, trace
 from .compile import _static_module
 from .errors import CannotFuseError, UnsupportedOpError
 from .graph import Builder, Node
+from .interfaces import require
 from .launch_triton import _define
 from .lower import lower
 from .render_triton import IMPORTS, render_step
@@ -51,7 +52,9 @@ class Closed:
 
         Raises:
             UnsupportedOpError: an op that no kernel expresses, by name.
+            BackendUnavailableError: an internal interface of PyTorch has moved.
         """
+        require("fused kernels")
         self._constants = {n.target: _attribute(graph, n.target) for n in graph.nodes if n.op == "get_attr"}
         leaves = graph.find_nodes(op="placeholder")
         names = [*(n.name for n in leaves), *(f"captured_{target}" for target in self._constants)]
