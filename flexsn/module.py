@@ -303,7 +303,7 @@ class FlexSN(nn.Module):
         return outputs, finals, trail if sequences else None
 
     def reset(self) -> None:
-        """Forget the carried states; the next call starts from `init_states`."""
+        """Forget the carried states; the next call starts where `start_states` says."""
         self._carry(None, None)
 
     def _carry(self, states: Sequence[Tensor] | None, sequences: list[Tensor] | None) -> None:
