@@ -131,8 +131,9 @@ def exporting() -> bool:
 def refuse_carried(core: str) -> None:
     raise CarriedStateError(
         "carries states from an earlier call, which the exported program would hold as constants", core=core,
-        hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) before the export: the program then starts from "
-        "zero states. For a program that takes its states as inputs, export a module that calls `flexsn.scan(core, inputs, states)`.",
+        hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) before the export: the program then starts "
+        "where a first call does. For a program that takes its states as inputs, export a module that calls "
+        "`flexsn.scan(core, inputs, states)`.",
     )  # fmt: skip
 
 
