@@ -152,9 +152,9 @@ def gpu_allocator() -> Callable[[Sequence[int], Sequence[int], torch.dtype], tor
     return make or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"))
 
 
-def triton_launch(binary: object) -> tuple[Any, tuple[Any, ...]]:
+def triton_launch(binary: Any) -> tuple[Any, tuple[Any, ...]]:
     """What launches a compiled kernel, and its arguments between the function and those of `binary.run`."""
-    run = binary.run  # type: ignore[attr-defined]
+    run = binary.run
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     if triton_version()[:2] == (3, 6) and not scratch:  # past a Python function that looks for scratch memory
         return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
@@ -205,7 +205,7 @@ def overrides_operators(cls: type) -> bool:
     """Whether a tensor class has a `__torch_function__` of its own."""
     function = cls.__torch_function__  # type: ignore[attr-defined]  # of tensor classes alone, which `type` does not say
     own = getattr(function, "__func__", function)
-    return own not in (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]  # 2.13
+    return own not in (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]  # bound, 2.13
 
 
 def has_pointer(tensor: torch.Tensor) -> bool:
@@ -305,9 +305,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def outside_dynamo(reason: str) -> Callable[[Callable], Callable]:
     """A decorator: inside a compiled region the call breaks the graph and runs as it is. (`torch.compiler.disable` imports Dynamo.)"""
 
-    def mark(function: Callable) -> Callable:
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # 2.11, 2.13
-        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]  # 2.11, 2.13
+    def mark(function: Any) -> Callable:
+        function._torchdynamo_disable = True  # 2.11, 2.13
+        function._torchdynamo_disable_msg = reason  # 2.11, 2.13
         return unseen_by_dynamo(function)
 
     return mark

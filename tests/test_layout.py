@@ -1,6 +1,7 @@
 """The modules of flexsn import in one direction, and the package needs neither triton nor a compiler to import."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -106,6 +107,16 @@ def test_private_names_of_torch_are_in_one_place():
         text = path.read_text()
         if path.stem not in allowed:
             assert "import torch._" not in text and "from torch._" not in text.replace("from torch._ops", ""), path.name
+
+
+def test_what_silences_a_check_says_why():
+    """Beside it, in a few words: a comment that goes on after the rules that it names."""
+    rules = r"\[[\w, -]+\]", r": [A-Z]+\d+(?:, [A-Z]+\d+)*"
+    silences = re.compile(rf"# type: ignore(?:{rules[0]})?|# (?:ruff: )?noqa(?:{rules[1]})?|except(?: (?:Base)?Exception\b[^:#]*)?:")
+    files = [p for folder in ("flexsn", "benchmarks", "tools", "examples") for p in (PACKAGE.parent / folder).glob("**/*.py")]
+    found = [(p.name, line) for p in files for line in p.read_text().splitlines() if silences.search(line)]
+    assert len(found) > 50
+    assert [(name, line) for name, line in found if not re.search(r"[a-z]{3}", silences.split(line)[-1])] == []
 
 
 def test_imports_without_triton_and_compiler():
