@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator  # 2.11, 2.13
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13
 
 try:
     from torch._subclasses.fake_tensor import (  # 2.11, 2.13
@@ -41,9 +41,17 @@ except ImportError:  # `interfaces.require` says so before a core is captured; i
 
     disable_modes = contextlib.nullcontext  # type: ignore[assignment]  # likewise: there are no modes to disable
 
+try:
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
+except ImportError:  # `backend="hop"` is then a call that no trace knows
+
+    class ProxyTorchDispatchMode(TorchDispatchMode): ...  # type: ignore[no-redef]  # stands in for the missing one
+
+
 # the names that are only passed on
 __all__ = [
-    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "ProxyTorchDispatchMode", "disable_modes",
+    "DYNAMIC_SHAPE_ERRORS", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "ProxyTorchDispatchMode", "TorchDispatchMode",
+    "disable_modes",
 ]  # fmt: skip
 
 DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
@@ -83,6 +91,14 @@ def decomposition_table() -> dict[Any, Any]:
     from torch._decomp import decomposition_table as table  # 2.11, 2.13
 
     return table
+
+
+def promoted(values: Sequence[Any], *, to_float: bool) -> torch.dtype:
+    """The dtype of the result of an elementwise op on tensors and numbers; `to_float`: integers become floats."""
+    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes  # 2.11, 2.13
+
+    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.INT_TO_FLOAT if to_float else ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+    return elementwise_dtypes(*values, type_promotion_kind=kind)[1]
 
 
 def functional_overload(func: Any) -> Any | None:
@@ -142,9 +158,9 @@ def gpu_allocator() -> Callable[[Sequence[int], Sequence[int], torch.dtype], tor
     return make or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"))
 
 
-def triton_launch(binary: object) -> tuple[Any, tuple[Any, ...]]:
+def triton_launch(binary: Any) -> tuple[Any, tuple[Any, ...]]:
     """What launches a compiled kernel, and its arguments between the function and those of `binary.run`."""
-    run = binary.run  # type: ignore[attr-defined]
+    run = binary.run
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
     if triton_version()[:2] == (3, 6) and not scratch:  # past a Python function that looks for scratch memory
         return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
@@ -195,7 +211,7 @@ def overrides_operators(cls: type) -> bool:
     """Whether a tensor class has a `__torch_function__` of its own."""
     function = cls.__torch_function__  # type: ignore[attr-defined]  # of tensor classes alone, which `type` does not say
     own = getattr(function, "__func__", function)
-    return own not in (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]  # 2.13
+    return own not in (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]  # bound, 2.13
 
 
 def has_pointer(tensor: torch.Tensor) -> bool:
@@ -295,9 +311,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def outside_dynamo(reason: str) -> Callable[[Callable], Callable]:
     """A decorator: inside a compiled region the call breaks the graph and runs as it is. (`torch.compiler.disable` imports Dynamo.)"""
 
-    def mark(function: Callable) -> Callable:
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]  # 2.11, 2.13
-        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]  # 2.11, 2.13
+    def mark(function: Any) -> Callable:
+        function._torchdynamo_disable = True  # 2.11, 2.13
+        function._torchdynamo_disable_msg = reason  # 2.11, 2.13
         return unseen_by_dynamo(function)
 
     return mark

@@ -22,7 +22,7 @@ from .errors import BackendError, BackendUnavailableError, CannotFuseError, Carr
 from .fallback import warn_once
 from .graph import HALF
 from .inductor import lower_to_calls
-from .interfaces import require
+from .interfaces import moved
 from .ops import KERNEL_OPERATORS, check_backend, choose_backend, text_of
 from .places import Replay
 from .sharding import any_dtensor
@@ -114,8 +114,9 @@ def _while_tracing(function: Callable) -> Callable:
 
 @_while_tracing
 def ready() -> bool:
-    """`register`, while Dynamo traces; and Inductor is told how to lower the operators."""
-    require("torch.compile")
+    """`register`, while Dynamo traces; and Inductor is told how to lower the operators. False where this PyTorch lacks a name for it."""
+    if moved("torch.compile"):
+        return False
     lower_to_calls(KERNEL_OPERATORS, torch.ops.flexsn.carry.default)
     return register()
 
@@ -130,8 +131,9 @@ def exporting() -> bool:
 def refuse_carried(core: str) -> None:
     raise CarriedStateError(
         "carries states from an earlier call, which the exported program would hold as constants", core=core,
-        hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) before the export: the program then starts from "
-        "zero states. For a program that takes its states as inputs, export a module that calls `flexsn.scan(core, inputs, states)`.",
+        hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) before the export: the program then starts "
+        "where a first call does. For a program that takes its states as inputs, export a module that calls "
+        "`flexsn.scan(core, inputs, states)`.",
     )  # fmt: skip
 
 

@@ -11,12 +11,15 @@ from .errors import FallbackWarning
 from .places import INTERNAL
 
 _warned: set[str] = set()
+_MOST = 512  # reasons that are remembered: past so many they are said anew
 
 
 def warn_once(what: str, why: Exception) -> None:
     """`what` runs, for the reason `why`."""
     text = f"flexsn runs {what}: {why}"
     if text not in _warned:
+        if len(_warned) >= _MOST:
+            _warned.clear()
         _warned.add(text)
         warnings.warn(text, FallbackWarning, stacklevel=_users_level())
 

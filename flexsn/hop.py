@@ -3,7 +3,8 @@
 Each rule below is one way to meet it. Eager calls, and calls that autograd records, end in the engine (`run_core`): one
 kernel, or in a trace one forward and one backward node (`flexsn::forward`, `flexsn::backward`) for any T. A trace without
 gradients keeps the operator itself as one node with the core as its body; functionalisation, which every compiler runs,
-lowers that to `flexsn::forward` too. A core that no kernel can express goes through PyTorch's own `scan`, and says so.
+lowers that to `flexsn::forward` too. What runs a core that no kernel can express is said: the Python loop; in a trace
+PyTorch's own `scan`; and in a compiled call that or, where its gradients would be wrong, the loop between compiled parts.
 """
 
 from __future__ import annotations

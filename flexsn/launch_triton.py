@@ -72,7 +72,8 @@ def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
     """The tile for N neurons on a GPU of so many multiprocessors; `aligned`: whether rows start at multiples of 16 bytes.
 
     There are two, for few and for many neurons, from `tools/tune_triton.py` on an H200
-    (benchmarks/results/gpu_tune_h200.json): within 6% of the best tile for LIF and adaptive LIF at the sizes and chunks there.
+    (benchmarks/results/gpu_tune_h200.json): within 5% of the best tile for LIF, adaptive LIF and Hodgkin-Huxley at the sizes there
+    and the chunks that the plan chooses (at others, as 16 for a LIF in float16, up to 24%).
     """
     if _WIDE * processors >= N:
         return Tile(64, 2, ahead=True)

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND  # 2.11, 2.13
-from torch._prims_common import elementwise_dtypes  # 2.11, 2.13
 
+from . import _compat
 from .errors import UnsupportedOpError
 from .graph import HALF, Builder, Graph, Node
 from .naming import assigned_name, identifier
@@ -142,16 +141,15 @@ def _target(node: fx.Node) -> Any:
     return node.target  # of a recorded op: its ATen overload
 
 
-def _promoted(args: Sequence[Any], kind: KIND = KIND.DEFAULT) -> torch.dtype:
+def _promoted(args: Sequence[Any], *, to_float: bool = False) -> torch.dtype:
     vals = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
-    return elementwise_dtypes(*vals, type_promotion_kind=kind)[1]
+    return _compat.promoted(vals, to_float=to_float)
 
 
 def _direct(op: Op) -> Rule:
     def rule(low: Lowering, node: fx.Node) -> Node:
         args = [_args(node)[i] if i < len(_args(node)) else node.kwargs[_schema_name(node, i)] for i in range(op.arity)]
-        kind = KIND.INT_TO_FLOAT if op.promote == "float" else KIND.DEFAULT
-        dtype = _promoted(args, kind) if op.result == "bool" else _dtype(node)
+        dtype = _promoted(args, to_float=op.promote == "float") if op.result == "bool" else _dtype(node)
         if op.name in ("floor", "ceil", "trunc", "round") and not dtype.is_floating_point:
             return low.cast(args[0], dtype)
         if op.name == "nextafter" and node.meta["val"].dtype in HALF:

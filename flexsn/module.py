@@ -303,7 +303,7 @@ class FlexSN(nn.Module):
         return outputs, finals, trail if sequences else None
 
     def reset(self) -> None:
-        """Forget the carried states; the next call starts from `init_states`."""
+        """Forget the carried states; the next call starts where `start_states` says."""
         self._carry(None, None)
 
     def _carry(self, states: Sequence[Tensor] | None, sequences: list[Tensor] | None) -> None:
@@ -314,7 +314,7 @@ class FlexSN(nn.Module):
     def detach_states(self) -> None:
         """Cut the graph at the carried states (truncated BPTT)."""
         if self.states is not None:
-            self.states = type(self.states)([v.detach() for v in self.states])  # type: ignore[call-arg]
+            self.states = type(self.states)([v.detach() for v in self.states])  # type: ignore[call-arg]  # of a list or a tuple
 
     detach = detach_states  # the name that SpikingJelly's `functional.detach_net` calls
 

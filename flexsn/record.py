@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _compat
 from .decompose import decomposition
@@ -86,7 +85,7 @@ class ValueReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Recorder(Tape, TorchDispatchMode):
+class Recorder(Tape, _compat.TorchDispatchMode):
     def __init__(self, sig: Signature, fake: Any, device: torch.device, captured: dict[str, Tensor], vjp: bool):
         super().__init__(sig, fake, device, captured)
         self.vjp = vjp

@@ -143,7 +143,8 @@ def compile_core(
     Args:
         owner: the `FlexSN` that holds the captured tensors, if one does.
     """
-    dynamo.ready()
+    if not dynamo.ready():
+        return uncompiled_call(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
     results = core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
     if isinstance(results, str):  # no kernel can express the core
         loop = loop_scan if results == dynamo.SCAN else uncompiled_loop
@@ -164,6 +165,19 @@ def uncompiled_loop(
     """The eager loop, between compiled parts."""
     seen = (look(core), {}) if owner is None else owner.look()
     return run_core(core, *seen, inputs, states, params, backend="torch", strict=False, sequences=sequences, num_outputs=num_outputs)
+
+
+@_compat.outside_dynamo(
+    "flexsn runs the call uncompiled: this PyTorch has moved what compiled calls stand on, as the `InterfaceWarning` says. Compile "
+    "without `fullgraph=True`"
+)
+def uncompiled_call(
+    core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], sequences: bool,
+    num_outputs: int | None, backend: str, strict: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """The call as it runs outside of `torch.compile`, between compiled parts."""
+    seen = (look(core), {}) if owner is None else owner.look()
+    return run_core(core, *seen, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs)
 
 
 def compiled_loop(

@@ -16,7 +16,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -28,12 +28,12 @@ from .signature import Signature
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor, Placement
 
 Tensors = Sequence[Tensor | None]
 
 
-def is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -57,19 +57,20 @@ class Layout:
         return [Replicate() if d is None or len(shape) + d < 0 or shape[d] != step[d] else Shard(len(shape) + d) for d in self.dims]
 
 
-def layout_of(operands: Sequence[tuple[Tensor, int]], step: Sequence[int]) -> Layout:
+def layout_of(operands: Sequence[tuple[DTensor, int]], step: Sequence[int]) -> Layout:
     """Where a call runs: every dim of the mesh as the first operand that is sharded along it.
 
     Args:
         operands: DTensors, each with the number of its dims in front of the step's.
     """
-    mesh = operands[0][0].device_mesh  # type: ignore[attr-defined]
+    mesh = operands[0][0].device_mesh
     dims: list[int | None] = [None] * mesh.ndim
     for tensor, leading in operands:
-        for i, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        for i, placement in enumerate(tensor.placements):
             if dims[i] is None and placement.is_shard():
-                d = placement.dim - tensor.dim()
-                if placement.dim >= leading and tensor.shape[d] == step[d]:
+                dim: int = placement.dim  # type: ignore[attr-defined]  # a shard has it
+                d = dim - tensor.dim()
+                if dim >= leading and tensor.shape[d] == step[d]:
                     dims[i] = d
     return Layout(mesh, tuple(dims))
 
@@ -81,7 +82,7 @@ def check_layouts(sig: Signature, inputs: Sequence[Tensor], states: Tensors, sta
 
     named = [*zip(sig.input_names, inputs, strict=True), *zip(sig.state_names, states, strict=True)]
     present = [t for t in (*inputs, *states, *statics) if is_dtensor(t)]
-    mesh = present[0].device_mesh  # type: ignore[union-attr]
+    mesh = present[0].device_mesh
     for name, tensor in named:
         if tensor is not None and not is_dtensor(tensor):
             raise ShardingError(
@@ -90,14 +91,14 @@ def check_layouts(sig: Signature, inputs: Sequence[Tensor], states: Tensors, sta
                 "only inside the forward of the module that it wraps.",
             )  # fmt: skip
     for tensor in present:
-        if tensor.device_mesh != mesh:  # type: ignore[union-attr]
-            raise ShardingError(f"operands lie on different meshes: {mesh} and {tensor.device_mesh}", core=sig.core)  # type: ignore[union-attr]
-        for placement in tensor.placements:  # type: ignore[union-attr]
+        if tensor.device_mesh != mesh:
+            raise ShardingError(f"operands lie on different meshes: {mesh} and {tensor.device_mesh}", core=sig.core)
+        for placement in tensor.placements:
             if type(placement) not in (Shard, Replicate, Partial):
                 raise ShardingError(f"placement {placement} is not one of Shard, Replicate and Partial", core=sig.core)
-    for name, x in named[: len(inputs)]:
-        if any(p.is_shard(0) for p in x.placements):  # type: ignore[union-attr]
-            shape = list(x.shape)  # type: ignore[union-attr]
+    for name, x in zip(sig.input_names, inputs, strict=True):
+        if is_dtensor(x) and any(p.is_shard(0) for p in x.placements):
+            shape = list(x.shape)
             raise ShardingError(
                 f"input `{name}` is sharded in time (dim 0 of {shape}), but a step needs the states of the step before", core=sig.core,
                 hint=f"Shard a dim of the step (batch, channel, space): `{name}.redistribute(placements=[Shard(1)])`, or run the "
@@ -112,21 +113,21 @@ def settled(tensors: Tensors) -> list[Tensor | None]:
     """
     from torch.distributed.tensor import Replicate
 
-    mesh = next(t.device_mesh for t in tensors if is_dtensor(t))  # type: ignore[union-attr]
+    mesh = next(t.device_mesh for t in tensors if is_dtensor(t))
     found: list[Tensor | None] = []
     for tensor in tensors:
         if tensor is not None and not is_dtensor(tensor):
             tensor = replica(tensor, mesh)
         elif tensor is not None:
-            lies = [Replicate() if p.is_partial() or _of_one(tensor, p) else p for p in tensor.placements]  # type: ignore[attr-defined]
-            tensor = tensor if lies == list(tensor.placements) else tensor.redistribute(placements=lies)  # type: ignore[attr-defined]
+            lies = [Replicate() if p.is_partial() or _of_one(tensor, p) else p for p in tensor.placements]
+            tensor = tensor if lies == list(tensor.placements) else tensor.redistribute(placements=lies)
         found.append(tensor if tensor is None or not tensor.requires_grad else _InOwnLayout.apply(tensor))
     return found
 
 
 def _of_one(tensor: Tensor, placement: Placement) -> bool:
     """Whether a dim of size 1 is sharded: it lies on one rank, and may broadcast."""
-    return placement.is_shard() and tensor.shape[placement.dim] == 1  # type: ignore[attr-defined]
+    return placement.is_shard() and tensor.shape[placement.dim] == 1  # type: ignore[attr-defined]  # a shard has it
 
 
 def replica(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -177,8 +178,8 @@ def _local(tensor: Tensor | None, layout: Layout, step: Sequence[int]) -> Tensor
     """The part of an operand that this rank's kernel reads."""
     if tensor is None or not is_dtensor(tensor):
         return tensor
-    tensor = tensor.detach() if tensor.requires_grad else tensor  # below autograd; PyTorch 2.11 would do it in place, and cannot
-    return tensor.redistribute(placements=layout.placements(tensor.shape, step)).to_local()  # type: ignore[attr-defined]
+    cut: Any = tensor.detach() if tensor.requires_grad else tensor  # below autograd; PyTorch 2.11 would do it in place, and cannot
+    return cut.redistribute(placements=layout.placements(tensor.shape, step)).to_local()
 
 
 def _local_step(layout: Layout, step: Sequence[int], operands: Sequence[tuple[Tensor, int]], locals_: Tensors) -> list[int]:

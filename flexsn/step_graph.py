@@ -116,6 +116,7 @@ class _Traced:
 def _capturing(traced: _Traced, flags: Sequence[bool]) -> Iterator[list[Tensor]]:
     """Fake tensors like the examples, in the surroundings in which a core is traced."""
     require("flexsn.lowlevel")
+    require("fused kernels")
     _compat.load_aot()
     _compat.start_autograd()
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)

@@ -80,8 +80,9 @@ class SourceKernel(StepKernel):
 
     def __init__(self, kind: str, core_str: str, core_name: str, info: FlexSNInfo, verbose: bool):
         super().__init__(kind, info, core_name)
+        self._function = compile_triton_code_str(core_str, core_name)  # the table of them is weak: this keeps it
         self._source = complete(core_str)
-        self._cotangents = _cotangents(compile_triton_code_str(core_str, core_name), info) if kind == "backward" else []
+        self._cotangents = _cotangents(self._function, info) if kind == "backward" else []
         if verbose:
             print(self.render()[1])
 
@@ -134,17 +135,17 @@ def get_flexsn_inference_kernel(core_str: str, core_name: str, info: FlexSNInfo,
         ValueError: the source defines no such function.
         BackendUnavailableError: triton is not installed; a `RuntimeError`.
     """
-    return _from_source("inference", core_str, core_name, info, verbose)
+    return SourceKernel("inference", core_str, core_name, info, verbose)
 
 
 def get_flexsn_inference_final_state_kernel(core_str: str, core_name: str, info: FlexSNInfo, verbose: bool = False) -> StepKernel:
     """The same for `flexsn_inference_final_state`: outputs and final states."""
-    return _from_source("final", core_str, core_name, info, verbose)
+    return SourceKernel("final", core_str, core_name, info, verbose)
 
 
 def get_flexsn_forward_kernel(core_str: str, core_name: str, info: FlexSNInfo, verbose: bool = False) -> StepKernel:
     """The same for `flexsn_forward`: everything in `info.fwd_kernel_returns`."""
-    return _from_source("forward", core_str, core_name, info, verbose)
+    return SourceKernel("forward", core_str, core_name, info, verbose)
 
 
 def get_flexsn_backward_kernel(core_str: str, core_name: str, info: FlexSNInfo, verbose: bool = False) -> StepKernel:
@@ -153,12 +154,7 @@ def get_flexsn_backward_kernel(core_str: str, core_name: str, info: FlexSNInfo, 
     The step takes `[*intermediates, *cotangents]` and returns one gradient per argument of the forward step. It may leave out
     cotangents of returns that are not differentiable if it names the others `grad_k`, of return k.
     """
-    return _from_source("backward", core_str, core_name, info, verbose)
-
-
-def _from_source(kind: str, core_str: str, core_name: str, info: FlexSNInfo, verbose: bool) -> SourceKernel:
-    compile_triton_code_str(core_str, core_name)
-    return SourceKernel(kind, core_str, core_name, info, verbose)
+    return SourceKernel("backward", core_str, core_name, info, verbose)
 
 
 # --- from a core -------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .capture import Meta, trace
 from .compile import _static_module
 from .errors import CannotFuseError, UnsupportedOpError
 from .graph import Builder, Node
+from .interfaces import require
 from .launch_triton import _define
 from .lower import lower
 from .render_triton import IMPORTS, render_step
@@ -51,7 +53,9 @@ class Closed:
 
         Raises:
             UnsupportedOpError: an op that no kernel expresses, by name.
+            BackendUnavailableError: an internal interface of PyTorch has moved.
         """
+        require("fused kernels")
         self._constants = {n.target: _attribute(graph, n.target) for n in graph.nodes if n.op == "get_attr"}
         leaves = graph.find_nodes(op="placeholder")
         names = [*(n.name for n in leaves), *(f"captured_{target}" for target in self._constants)]
@@ -170,11 +174,11 @@ def generate_triton_code_str(graph: fx.Graph, fn_name: str) -> tuple[str, str]:
 
 _lock = threading.Lock()
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as the standard library does
-_loaded: dict[tuple[str, str], Any] = {}
+_loaded: MutableMapping[tuple[str, str], Any] = weakref.WeakValueDictionary()
 
 
 def compile_triton_code_str(source: str, kernel_name: str) -> Any:
-    """The function `kernel_name` of a source, loaded; the same source gives the same object.
+    """The function `kernel_name` of a source, loaded; the same source gives the same object, while that is held.
 
     Raises:
         ValueError: the source defines no such function.
@@ -182,11 +186,12 @@ def compile_triton_code_str(source: str, kernel_name: str) -> Any:
     """
     key = (source, kernel_name)
     with _lock:
-        if key not in _loaded:
+        function = _loaded.get(key)
+        if function is None:
             if not re.search(rf"^def {re.escape(kernel_name)}\(", source, re.MULTILINE):
                 raise ValueError(f"the source defines no function `{kernel_name}`")
-            _loaded[key] = _define(complete(source), kernel_name)
-        return _loaded[key]
+            function = _loaded[key] = _define(complete(source), kernel_name)
+        return function
 
 
 def complete(source: str) -> str:

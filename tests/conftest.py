@@ -22,8 +22,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes seconds; deselect with -m 'not slow'")
-    config.addinivalue_line("markers", "gpu: needs a GPU")
     if config.getoption("--device") == "cuda":
         torch.set_default_device("cuda")
     else:

@@ -1,5 +1,6 @@
 """Internal interfaces of PyTorch that move: said with the versions, and what does not stand on them goes on."""
 
+import ast
 import importlib
 import os
 import re
@@ -39,22 +40,76 @@ def test_what_is_not_there_is_seen():
         assert not interfaces._is_there(name)
 
 
-def test_private_imports_are_in_the_table():
-    """What is imported from private modules is in the table, is optional there, or fails at import."""
-    text = "".join((ROOT / "flexsn" / name).read_text() for name in ("_compat.py", "inductor.py"))
-    modules = set(re.findall(r"^\s*from (torch\.[\w.]+) import", text, re.MULTILINE))
-    listed = {name.partition(":")[0] for names in interfaces.INTERFACES.values() for name in names}
-    handled = {"torch._higher_order_ops.scan", "torch._higher_order_ops.while_loop"}  # None where PyTorch has none
-    at_import = {"torch._ops", "torch.fx.experimental.proxy_tensor"}
-    inside = {
-        "torch._subclasses.functional_tensor",
-        "torch.fx",
-        "torch.utils",
-        "torch._inductor",
-        "torch._inductor.virtualized",
-        "torch._C._dynamo",
-    }
-    assert modules - listed - handled - at_import - inside == set()
+def private(name):
+    return any(re.match(r"_(?!_)|experimental$", part) for part in name.split("."))
+
+
+def is_module(name):
+    try:
+        return name in sys.modules or bool(importlib.util.find_spec(name))
+    except ModuleNotFoundError:  # its parent is none
+        return False
+
+
+def dotted(node):
+    """`a.b.c` of such an expression, or nothing."""
+    if isinstance(node, ast.Attribute) and (start := dotted(node.value)):
+        return f"{start}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def private_names(source):
+    """Of PyTorch: those that a source imports, those that it takes from modules that it imports, and `torch._C.these`."""
+    tree, found, modules = ast.parse(source), set(), {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if is_module(name):
+                    modules[alias.asname or alias.name] = name
+                else:
+                    found.add(name)
+    for node in ast.walk(tree):
+        start, _, rest = dotted(node).partition(".")
+        if rest and start in modules:
+            found.add(f"{modules[start]}.{rest}")
+    return {name for name in found if private(name) and not is_module(name)}
+
+
+AT_IMPORT = {"torch._ops.HigherOrderOperator", "torch.utils._python_dispatch.TorchDispatchMode", "torch._C.DispatchKey"}
+NONE_WITHOUT = {"torch._higher_order_ops.scan", "torch._higher_order_ops.while_loop"}  # what needs them looks for them
+GPU_BUILDS = {"torch._C._cuda_getCurrentRawStream", "torch._C._cuda_getDevice", "torch._C._dynamo.guards"}  # alone have them
+PUBLIC = {"torch._check"}  # and documented
+
+
+def test_private_names_are_in_the_table():
+    """In every file of the package; but those without which the import fails, and those that are optional."""
+    listed = {name.replace(":", ".") for names in interfaces.INTERFACES.values() for name in names}
+    known = listed | AT_IMPORT | NONE_WITHOUT | GPU_BUILDS | PUBLIC
+    used = {name: path.name for path in (ROOT / "flexsn").glob("**/*.py") for name in private_names(path.read_text())}
+    within = lambda name, other: f"{other}.".startswith(f"{name}.")
+    assert {n: file for n, file in used.items() if not any(within(n, k) or within(k, n) for k in known)} == {}
+    assert len(used) > 50
+
+
+def test_the_page_names_those_that_the_import_needs():
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    assert [name for name in AT_IMPORT if f"`{name}`" not in page] == []
+
+
+def test_private_names_are_seen():
+    source = """
+import torch
+from torch._dynamo.variables import higher_order_ops as dynamo
+from torch.overrides import _push_mode, TorchFunctionMode
+def f():
+    from torch._prims_common import elementwise_dtypes
+    return dynamo.speculate_subgraph(torch._C._functorch.level(), torch.nn.__name__)
+"""
+    assert private_names(source) == {
+        "torch._dynamo.variables.higher_order_ops.speculate_subgraph", "torch.overrides._push_mode", "torch._prims_common.elementwise_dtypes",
+        "torch._C._functorch.level",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["torch._guards:tracing", "torch._subclasses.fake_tensor:FakeTensorMode"])
@@ -83,6 +138,31 @@ def test_a_moved_interface_of_the_low_level(without):
         lowlevel.generate_inference_graph(lambda x: x + 1, [torch.rand(3)])
 
 
+def test_a_moved_interface_of_a_step(without):
+    """What takes an ATen graph apart stands on the interfaces of the kernels too."""
+    graph = lowlevel.generate_inference_graph(lambda x: x + 1, [torch.rand(3)])
+    interfaces.moved.cache_clear()
+    without("torch._prims_common:elementwise_dtypes")
+    with pytest.warns(InterfaceWarning), pytest.raises(BackendUnavailableError, match="elementwise_dtypes"):
+        lowlevel.generate_triton_code_str(graph, "core")
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpp", "torch"])
+def test_a_moved_interface_of_dynamo(without, backend):
+    """The call runs between compiled parts, as it runs uncompiled."""
+    without("torch._dynamo.variables.higher_order_ops:speculate_subgraph")
+    torch._dynamo.reset()
+    x, neuron = 3 * torch.rand(6, 5), flexsn.LIF(backend=backend)
+    compiled = torch.compile(lambda x: neuron(x * 2.0) + 1.0, backend="aot_eager")
+    with pytest.warns(InterfaceWarning, match="speculate_subgraph"):
+        found = compiled(x)
+    want = flexsn.LIF(backend=backend)(x * 2.0) + 1.0
+    assert torch.equal(found, want) and want.std() > 0
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="runs the call uncompiled"):
+        torch.compile(neuron, backend="aot_eager", fullgraph=True)(x)
+
+
 def test_it_is_said_once(without):
     without("torch._guards:tracing")
     with pytest.warns(InterfaceWarning) as said:
@@ -107,6 +187,7 @@ print(*sorted(w.category.__name__ for w in said if w.category.__module__ == "fle
 
 @pytest.mark.parametrize(("module", "name", "said"), [
     ("torch._subclasses.fake_tensor", "DynamicOutputShapeException", "FallbackWarning InterfaceWarning\n"),
+    ("torch._prims_common", "elementwise_dtypes", "FallbackWarning InterfaceWarning\n"),
     pytest.param("torch.utils._python_dispatch", "_disable_current_modes", "FallbackWarning InterfaceWarning\n", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_flexsn_imports_and_runs_without(tmp_path, module, name, said):
@@ -115,6 +196,31 @@ def test_flexsn_imports_and_runs_without(tmp_path, module, name, said):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == said
+
+
+NOTHING = """
+import builtins, torch
+gone, plain = {gone}, builtins.__import__
+
+def without(name, globals=None, locals=None, fromlist=(), level=0):
+    if globals and str(globals.get("__name__")).startswith("flexsn") and (hidden := [n for n in fromlist or () if f"{{name}}.{{n}}" in gone]):
+        missed.extend(hidden)
+        raise ImportError(f"cannot import name {{hidden[0]}}")
+    return plain(name, globals, locals, fromlist, level)
+
+missed, builtins.__import__ = [], without
+import flexsn
+flexsn.LIF(backend="torch")(torch.rand(4, 3, requires_grad=True)).sum().backward()
+print(*missed)
+"""
+
+
+def test_flexsn_imports_with_none_of_them():
+    """Every import of a private name fails in flexsn's own modules; PyTorch's do not run without them."""
+    gone = {name.replace(":", ".") for names in interfaces.INTERFACES.values() for name in names}
+    done = subprocess.run([sys.executable, "-c", NOTHING.format(gone=gone)], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {"ProxyTorchDispatchMode", "FakeTensorMode"} <= set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", ["set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"])

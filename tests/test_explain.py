@@ -17,6 +17,7 @@ from torch import nn
 
 import flexsn
 from flexsn.report.measure import copy_seconds, disturbance, least_seconds
+from flexsn.report.subject import subject_of
 from flexsn.report.svg import draw
 from flexsn.report.vectors import read_assembly, vector_facts
 from flexsn.report.words import seconds, short, total
@@ -270,6 +271,23 @@ def test_integers_have_no_backward():
 def test_single_step_module():
     neuron = flexsn.FlexSN(lif, num_states=1, step_mode="s")
     assert flexsn.explain(neuron, torch.rand(*SHAPE), measure=False).T == 1
+
+
+def test_states_start_where_a_module_starts_them():
+    """At `initial_states`, or at rest: they say of which shape a step is, and of which dtype its states are."""
+    given = flexsn.FlexSN(lif, num_states=1, initial_states=lambda x: [x.new_full((4, 1), 0.5, dtype=torch.float64)])
+    made = flexsn.explain(given, torch.rand(T, 3), measure=False)
+    (state,) = [o for o in made.operands if o.kind == "state"]
+    assert made.step_shape == (4, 3) and state.dtype == "float64"
+    single = flexsn.FlexSN(lif, num_states=1, step_mode="s", initial_states=lambda x: [x.new_zeros(4, 1)])
+    assert flexsn.explain(single, torch.rand(3), measure=False).step_shape == (4, 3)
+
+
+def test_a_neuron_of_the_zoo_starts_at_rest():
+    neuron = flexsn.Izhikevich()
+    subject = subject_of(neuron, [torch.rand(T, 3)], None, (), None)
+    assert [v.unique().tolist() for v in subject.states] == [[-65.0], [-13.0]]
+    assert flexsn.explain(neuron, torch.rand(T, 3), measure=False).fused
 
 
 def test_requires_grad_flags_are_kept():

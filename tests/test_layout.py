@@ -1,6 +1,7 @@
 """The modules of flexsn import in one direction, and the package needs neither triton nor a compiler to import."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,9 +13,11 @@ import pytest
 import flexsn
 
 PACKAGE = Path(flexsn.__file__).parent
-ORDER = [
-    "signature", "tape", "record", "capture", "graph", "blueprint", "plan", "render", "launch", "compile", "run", "ops", "sharding", "doors", "loops", "pieces", "scan",
-    "hop", "module", "neurons", "interchange", "step", "handles", "handle", "lowlevel", "plot", "monitor",
+ORDER = [  # first words of names; `_compat` is `compat`
+    "errors", "version", "naming", "opset", "triton", "compat", "settings", "surrogate", "interfaces", "places", "reads", "linear", "forks", "fallback", "inductor",
+    "memory", "rows", "signature", "arguments", "graph", "decompose", "lower", "tape", "record", "capture", "blueprint", "sizes", "text", "plan", "statements", "render",
+    "launch", "backends", "compile", "run", "eager", "tune", "ops", "decomposed", "sharding", "doors", "dynamo", "loops", "pieces", "scan", "hop", "module", "step",
+    "handles", "handle", "lowlevel", "plot", "monitor",
 ]  # fmt: skip
 
 
@@ -45,10 +48,12 @@ MODULES = {name_of(p): imports(p) for p in FILES}
 
 
 def stage(name):
+    """After every stage come the subpackages, which none imports, and the command line."""
+    if name == "__main__":
+        return len(ORDER) + 1
     if "." in name or name in SUBPACKAGES:
-        return len(ORDER)  # after every stage: none imports a subpackage
-    stem = name.split("_")[0]
-    return ORDER.index(stem) if stem in ORDER else None
+        return len(ORDER)
+    return ORDER.index(name.lstrip("_").split("_")[0])
 
 
 def test_no_cycles():
@@ -57,11 +62,13 @@ def test_no_cycles():
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_direction(name):
-    """A stage imports only earlier stages."""
-    if stage(name) is None:
-        return
-    late = {other for other in MODULES[name] if stage(other) is not None and stage(other) > stage(name)}
+    """A stage imports only earlier stages; every module has one."""
+    late = {other for other in MODULES[name] if stage(other) > stage(name)}
     assert not late, f"{name} imports {sorted(late)}"
+
+
+def test_every_stage_has_a_module():
+    assert {stage(name) for name in MODULES} == set(range(len(ORDER) + 2))
 
 
 def test_packages_are_shipped():
@@ -100,6 +107,16 @@ def test_private_names_of_torch_are_in_one_place():
         text = path.read_text()
         if path.stem not in allowed:
             assert "import torch._" not in text and "from torch._" not in text.replace("from torch._ops", ""), path.name
+
+
+def test_what_silences_a_check_says_why():
+    """Beside it, in a few words: a comment that goes on after the rules that it names."""
+    rules = r"\[[\w, -]+\]", r": [A-Z]+\d+(?:, [A-Z]+\d+)*"
+    silences = re.compile(rf"# type: ignore(?:{rules[0]})?|# (?:ruff: )?noqa(?:{rules[1]})?|except(?: (?:Base)?Exception\b[^:#]*)?:")
+    files = [p for folder in ("flexsn", "benchmarks", "tools", "examples") for p in (PACKAGE.parent / folder).glob("**/*.py")]
+    found = [(p.name, line) for p in files for line in p.read_text().splitlines() if silences.search(line)]
+    assert len(found) > 50
+    assert [(name, line) for name, line in found if not re.search(r"[a-z]{3}", silences.split(line)[-1])] == []
 
 
 def test_imports_without_triton_and_compiler():

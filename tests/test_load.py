@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 import flexsn
 from flexsn import compile as compiling
-from flexsn import launch_cpp, launch_triton, memory, ops, reads
+from flexsn import fallback, launch_cpp, lowlevel
 
 MiB = 1 << 20
 
@@ -134,11 +135,14 @@ def test_a_wrapper_does_not_take_what_its_function_reads():
 
 def caches():
     """Entries of everything in flexsn that is kept between calls."""
-    modules = (compiling, launch_cpp, launch_triton, ops, reads, memory, sys.modules["flexsn.scan"])
-    tables = {f"{m.__name__}.{n}": t for m in modules
-              for n, t in vars(m).items() if isinstance(t, (dict, list, set, collections.abc.MutableMapping)) and not n.startswith("__")}  # fmt: skip
+    modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "flexsn"]
+    things = {f"{m.__name__}.{n}": thing for m in modules for n, thing in vars(m).items() if not n.startswith("__")}
+    kinds = collections.abc.MutableMapping, collections.abc.MutableSequence, collections.abc.MutableSet
+    tables = {name: len(thing) for name, thing in things.items() if isinstance(thing, kinds)}
+    memories = {name: thing.cache_info().currsize for name, thing in things.items() if hasattr(thing, "cache_parameters")}
     assert {"flexsn.compile._exact", "flexsn.launch_cpp._kernels", "flexsn.scan._looks", "flexsn.ops._launches"} <= set(tables)
-    return {name: len(table) for name, table in tables.items()}
+    assert {"flexsn.step_source._loaded", "flexsn.fallback._warned"} <= set(tables) and "flexsn.interfaces.moved" in memories
+    return tables | memories
 
 
 def footprint():
@@ -210,6 +214,28 @@ def test_programs_of_one_layout_are_bounded(monkeypatch):
         x = torch.randn(3, n)
         assert torch.equal(flexsn.scan(core, [x], [None], backend="cpp").outputs[0], x * n)
     assert [len(candidates) for candidates in compiling._by_layout.values()] == [3]
+
+
+def test_sources_of_steps_that_nobody_holds_are_dropped():
+    for k in range(3):
+        function = lowlevel.compile_triton_code_str(f"@triton.jit\ndef core_{k}(x):\n    return x * {k}\n", f"core_{k}")
+        assert function is lowlevel.compile_triton_code_str(f"@triton.jit\ndef core_{k}(x):\n    return x * {k}\n", f"core_{k}")
+    before = caches()
+    dead = weakref.ref(function)
+    del function
+    gc.collect()
+    assert dead() is None and caches()["flexsn.step_source._loaded"] == before["flexsn.step_source._loaded"] - 1
+
+
+def test_reasons_that_were_said_are_bounded(monkeypatch):
+    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_MOST", 3)
+    for k in (0, 1, 1, 2, 3, 4, 5, 6):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            fallback.warn_once("the eager loop", ValueError(str(k)))
+        assert len(fallback._warned) <= 3 and str(k) in str(sorted(fallback._warned))
+        assert len(said) == 1 or k == 1
 
 
 # --- many threads ---------------------------------------------------------------------------------------------------------

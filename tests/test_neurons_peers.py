@@ -30,27 +30,27 @@ def drive(scale=1.6, shape=(T, N)):
     return scale * torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def compare(ours, theirs, x, states, *, tolerance=EXACT, grads=True):
+def compare(ours, theirs, x, states, *, tolerance=EXACT):
     """`theirs(x)` gives the output and a dict of state sequences; `states` names them in the order of ours."""
     ours.store_state_seqs, ours.backend = True, "torch"  # tests/test_neurons_fused.py: kernels give what this loop gives
     found = []
     for run in (lambda x: (ours(x), dict(zip(states, ours.state_seqs, strict=True))), theirs):
-        leaf = x.clone().requires_grad_(grads)
+        leaf = x.clone().requires_grad_()
         y, trail = run(leaf)
         weights = torch.rand(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-        grad = torch.autograd.grad((weights * y).sum(), leaf)[0] if grads else None
+        grad = torch.autograd.grad((weights * y).sum(), leaf)[0]
         found.append((y, trail, grad))
     (y, trail, grad), (want, want_trail, want_grad) = found
     assert (
         torch.equal(y, want.to(y)) if set(want.unique().tolist()) <= {0.0, 1.0} else torch.allclose(y, want, rtol=tolerance, atol=tolerance)
     )
     assert want.abs().mean() > 0 and want.std() > 0, "the test drives it too little or too much to tell anything"
+    assert set(want_trail) == set(states)
     for name, state in want_trail.items():
         size = state.abs().max().item()
         torch.testing.assert_close(trail[name], state, rtol=tolerance, atol=tolerance * size, msg=lambda m, n=name: f"state {n}: {m}")
-    if grads:
-        assert want_grad.abs().max() > 0
-        torch.testing.assert_close(grad, want_grad, rtol=tolerance, atol=tolerance * want_grad.abs().max().item())
+    assert want_grad.abs().max() > 0
+    torch.testing.assert_close(grad, want_grad, rtol=tolerance, atol=tolerance * want_grad.abs().max().item())
 
 
 # --- SpikingJelly -------------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_klif_of_spikingjelly(scale_reset, v_reset):
 
 
 def test_gated_lif_of_spikingjelly():
-    """With one conductance for all time steps."""
+    """With one conductance for all time steps. It keeps the membrane of the last step: that of each is its last one, of a run that ends there."""
     T, C = 20, 3
     theirs = sj.GatedLIFNode(T=T, inplane=C, surrogate_function=sj_surrogate.ATan()).double()
     with torch.no_grad():
@@ -118,7 +118,17 @@ def test_gated_lif_of_spikingjelly():
     values = {ours: getattr(theirs, name).detach() for name, ours in names.items()}
     ours = flexsn.GatedLIF(**values, w_conduct=theirs.conduct[0].detach(), per_channel=C)
     x = drive(0.8, (T, 2, C, 4, 4))
-    compare(ours, lambda x: (theirs(x), {}), x, ["v", "s"])
+
+    def run(x):
+        membranes = []
+        for end in range(1, T + 1):
+            theirs.reset()
+            theirs.T = end
+            y = theirs(x[:end])
+            membranes.append(theirs.v)
+        return y, {"v": torch.stack(membranes), "s": y}
+
+    compare(ours, run, x, ["v", "s"])
 
 
 def test_cuba_lif_of_spikingjelly():
@@ -136,7 +146,7 @@ def test_quadratic_and_exponential_if_of_spikingjelly(v_reset):
         (sj.EIFNode, flexsn.ExponentialIF, 1.6 if v_reset else 1.0),
     ):
         node = theirs(v_reset=v_reset, surrogate_function=sj_surrogate.ATan())
-        compare(ours(v_reset=v_reset, initial_states=start), spikingjelly(node), drive(scale), ["v"], tolerance=1e-10)
+        compare(ours(v_reset=v_reset, initial_states=start), spikingjelly(node), drive(scale), ["v"])
 
 
 @pytest.mark.parametrize("v_reset", [0.0, None])
@@ -221,11 +231,12 @@ def test_current_based_lif_of_norse():
 
 def test_current_based_integrator_of_norse():
     theirs = norse(
-        nf.li_feed_forward_step, lambda z: nf.LIState(z, z), nf.LIParameters(tau_mem_inv=0.25, tau_syn_inv=0.5, v_leak=0.1), v="v"
+        nf.li_feed_forward_step, lambda z: nf.LIState(z, z), nf.LIParameters(tau_mem_inv=0.25, tau_syn_inv=0.5, v_leak=0.1), v="v", i="i"
     )
 
     def run(x):  # which starts at 0, not at `v_leak`
-        return theirs(x)
+        y, trail = theirs(x)
+        return y, {"v": trail["v"], "i": 2.0 * trail["i"]}
 
     compare(flexsn.CubaLI(tau=4.0, tau_syn=2.0, w_in=2.0, v_leak=0.1, initial_states=[None, None]), run, drive(1.6), ["v", "i"])
 
@@ -281,10 +292,11 @@ def test_adaptive_exponential_lif_of_norse():
 def test_izhikevich_of_norse():
     p = IzhikevichParameters(a=0.02, b=0.2, c=-65.0, d=8.0, tau_inv=0.5)
     theirs = norse(izhikevich_feed_forward_step, lambda z: IzhikevichState(z - 65.0, z - 13.0), p, v="v", u="u")
-    compare(flexsn.Izhikevich(dt=0.5, surrogate=SUPER), theirs, drive(30.0, (300, N)), ["v", "u"], tolerance=1e-9)
+    compare(flexsn.Izhikevich(dt=0.5, surrogate=SUPER), theirs, drive(30.0, (300, N)), ["v", "u"], tolerance=1e-10)
 
 
 def test_refractory_lif_of_norse():
+    """Its counter of refractory steps is detached: gradients of Norse's also flow through it."""
     p = LIFRefracParameters(nf.LIFParameters(tau_mem_inv=0.25, tau_syn_inv=1.0, v_leak=0.0, v_th=1.0, v_reset=0.0, alpha=100.0), 3.0)
 
     def run(x):
@@ -292,10 +304,10 @@ def test_refractory_lif_of_norse():
         s, outputs, trail = LIFRefracFeedForwardState(nf.LIFFeedForwardState(zero, zero), zero), [], {"v": [], "q": []}
         for row in x:
             y, s = lif_refrac_feed_forward_step(row, s, p, dt=1.0)
+            s = s._replace(rho=s.rho.detach())
             outputs.append(y)
             trail["v"].append(s.lif.v)
             trail["q"].append(s.rho)
         return torch.stack(outputs), {n: torch.stack(seq) for n, seq in trail.items()}
 
-    # no gradients: Norse's also flow through its counter of refractory steps
-    compare(flexsn.RefractoryLIF(tau=4.0, refractory=3.0, surrogate=SUPER), run, drive(5.0), ["v", "q"], grads=False)
+    compare(flexsn.RefractoryLIF(tau=4.0, refractory=3.0, surrogate=SUPER), run, drive(5.0), ["v", "q"])

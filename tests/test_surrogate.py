@@ -122,14 +122,12 @@ def test_gradient_is_nowhere_silently_zero(name):
     assert gradient(getattr(surrogate, name), X, *OPERANDS.get(name, ())).abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "custom_surrogate"])  # whose gradient here is a square
 def test_no_overflow(name):
     for dtype in (torch.float32, torch.float64):
         top = torch.finfo(dtype).max
         x = torch.tensor([-top, -1e20, -1e4, -1.0, -0.0, 0.0, 1e-30, 1e4, 1e20, top], dtype=dtype)
         grad = gradient(with_operands(name, x), x)
-        if name == "custom_surrogate":  # the user's own: a square
-            continue
         assert torch.isfinite(grad).all() and (grad.abs() <= 26).all()
         assert torch.isfinite(with_operands(name, x)(x)).all()
 

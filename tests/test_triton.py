@@ -76,12 +76,16 @@ BUILT = CASES | {
     "lif_bfloat16": (measured.lif_atan, bf16, 1, 1, []),
     "lif_double": (measured.lif_atan, f64, 1, 1, []),
 }
+TUNED = BUILT | {  # by tools/tune_triton.py
+    "lif_sigmoid": (measured.lif_sigmoid, f32, 1, 1, []),
+    "lif_sigmoid_half": (measured.lif_sigmoid, f16, 1, 1, []),
+}
 KERNELS = ["inference", "forward", "backward"]  # forward: with checkpoints
 
 
 @functools.cache
 def program(name):
-    core, dtype, inputs, states, given = BUILT[name]
+    core, dtype, inputs, states, given = TUNED[name]
     sig, captured = make_signature(core, inputs, states, len(given)), look(core).tensors()
     metas = [Meta((2, 3, 5), dtype)] * inputs + [None] * states + given
     made = compiling.program_of("triton", core, sig, metas, torch.device("cpu"), captured, None)
@@ -92,7 +96,7 @@ def program(name):
 @functools.cache
 def plans(name):
     made = program(name)
-    dtypes = (BUILT[name][1],) * made.sig.num_inputs
+    dtypes = (TUNED[name][1],) * made.sig.num_inputs
     wanted = tuple(r for r in made.vjp.graph.outputs if r[0] == "g")
     cotangents = tuple(f"gy{k}" for k in range(made.num_outputs))
     return {
@@ -295,6 +299,24 @@ def test_tile_holds_more_neurons_of_16_bits():
         return [tile_for(plans(name)[k], 10**8, 132, True).block for k in KERNELS]
 
     assert blocks("lif_half") == blocks("lif_bfloat16") == [2 * n for n in blocks("lif")] == [4 * n for n in blocks("lif_double")]
+
+
+def test_tiles_are_near_the_best_ones_that_were_measured():
+    """On an H200, at the chunks that the plan chooses: within 5% in time."""
+    rows = json.loads((TESTS.parent / "benchmarks" / "results" / "gpu_tune_h200.json").read_text())["rows"]
+    case = lambda row: (row["core"] + "_half" * (row["dtype"] == "float16"), row["kernel"], row["T"], row["N"])
+    slower = {}
+    for key, measured_tiles in itertools.groupby(sorted(rows, key=case), key=case):
+        made = plans(key[0])[key[1]]
+        tile = tile_for(made, key[3], 132, True)
+        times = {
+            launch_triton.Tile(r["block"], r["warps"], r["ahead"], r["aligned"]): r["ms"]
+            for r in measured_tiles
+            if r["chunk"] == made.chunk
+        }
+        slower[key] = times[tile] / min(times.values())
+    assert len(slower) == 36 and {key[0] for key in slower} == {"lif_sigmoid", "lif_sigmoid_half", "adaptive_lif", "hodgkin_huxley"}
+    assert {key: ratio for key, ratio in slower.items() if ratio > 1.05} == {}
 
 
 def test_tile_of_a_kernel_without_sequences():

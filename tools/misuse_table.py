@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import misuses  # noqa: E402  (tests/ is not a package)
-from misuses import Outcome, Row  # noqa: E402
+from misuses import Outcome, Row  # noqa: E402  (likewise)
 
-from flexsn.errors import CoreError, FlexSNError  # noqa: E402
+from flexsn.errors import CoreError, FlexSNError  # noqa: E402  (after them)
 
 HEAD = """# What happens if
 

@@ -25,6 +25,7 @@ from gpu import NEURONS, arrays, copy_rate, plans, program, sequence_bytes
 
 from flexsn import launch_triton, render_triton
 from flexsn.launch_triton import Kernel, Tile
+from flexsn.tune import CANDIDATES
 
 SIZES = {
     "lif_sigmoid": [(32, 3_211_264, "float32"), (1024, 131_072, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32"),
@@ -33,7 +34,6 @@ SIZES = {
     "hodgkin_huxley": [(32, 1_605_632, "float32"), (1024, 16_384, "float32")],
 }  # fmt: skip
 CHUNKS = {"lif_sigmoid": [8, 16], "adaptive_lif": [8, 16], "hodgkin_huxley": [1, 2, 4]}
-BLOCKS = [(64, 2, False), (128, 4, False), (128, 2, True), (256, 4, True), (256, 2, True), (512, 4, True)]  # neurons, warps, aligned
 
 
 def build(job) -> tuple[float, dict]:
@@ -73,8 +73,7 @@ def main() -> None:
             for chunk in CHUNKS[name]:
                 made.chunk = made.inference_chunk = chunk
                 for direction, plan in plans(made, getattr(torch, dtype)).items():
-                    for (block, warps, aligned), ahead in itertools.product(BLOCKS, (False, True)):
-                        cases.append((name, dtype, chunk, direction, plan, Tile(block, warps, ahead, aligned), made.backend.checkpoints))
+                    cases += [(name, dtype, chunk, direction, plan, tile, made.backend.checkpoints) for tile in CANDIDATES]
     start = time.perf_counter()
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         built = list(pool.map(build, [(c[4], c[5]) for c in cases]))

@@ -274,7 +274,7 @@ class Writer:
             node = nir.Threshold(array(torch.broadcast_to(module.threshold, x.step)))
             self.mark(node, module.spike, x)
             return node
-        norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        norm = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
         raise InterchangeError("NIR has no such node", hint="Fold it into the convolution or the linear layer before it." if norm else None)
 
     def conv(self, module: Any, x: Signal) -> Any:

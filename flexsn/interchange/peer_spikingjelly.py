@@ -148,7 +148,7 @@ class Izhikevich(Node):
 class CubaLIF(Node):
     constants = ("c_decay", "v_decay")
 
-    def forward(self, x: Tensor, v: Tensor, c: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, x: Tensor, v: Tensor, c: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # one state more
         current = c * self.c_decay + x
         h = v * self.v_decay + current
         s = self.fire(h)
@@ -164,7 +164,7 @@ class RAF(Node):
 
     constants = ("b", "omega", "dt")
 
-    def forward(self, x: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, x: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # one state more
         damping, cos, sin = math.exp(self.b * self.dt), math.cos(self.omega * self.dt), math.sin(self.omega * self.dt)
         u_next = damping * (u * cos - v * sin) + x
         h = damping * (u * sin + v * cos)
@@ -177,7 +177,7 @@ class ComplementaryLIF(Node):
 
     constants = ("tau",)
 
-    def forward(self, x: Tensor, v: Tensor, m: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, x: Tensor, v: Tensor, m: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # one state more
         h = v - v / self.tau + x
         s = self.fire(h) if self.training else (h - self.v_threshold >= 0).to(h.dtype)
         m = m * torch.sigmoid(h / self.tau) + s

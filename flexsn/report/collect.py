@@ -62,7 +62,8 @@ def explain(
     Args:
         target: a core, a `flexsn.FlexSN`, or a network (an `nn.Module`) that holds `FlexSN`s: then one report for each.
         example: one sequence `[T, *shape]` per input, as the call would take it; its kind and sizes matter, not its values.
-        states: initial states `[*shape]`; by default zeros, one for every argument of the core after inputs and params.
+        states: initial states `[*shape]`; by default zeros, one for every argument of the core after inputs and params; of a
+            `FlexSN`, those of its first call after `reset()`.
         params: tensors that go to every step, as in `flexsn.scan`.
         backend: as in `flexsn.scan`; by default `"auto"`, or the module's own.
         measure: also time the kernels, and copies that move as many bytes (a second or so).

@@ -89,7 +89,7 @@ def _of_module(module: FlexSN, example: Sequence[Any], states: Any, params: Sequ
             f"needs {module.num_inputs} inputs but was given {len(example)}", core=name, hint="Call `flexsn.explain(neuron, x)`."
         )
     _check_tensors(name, example)
-    initial = module.init_states(module.num_states, module.step_mode, *example) if states is None else states
+    initial = module.start_states(*example) if states is None else states
     sequences = [x.unsqueeze(0) for x in example] if module.step_mode == "s" else list(example)
     flags = module.requires_grad_flags or (True,) * module.num_inputs
     own = tuple([getattr(module.params, n) for n in module.param_names])

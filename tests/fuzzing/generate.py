@@ -7,7 +7,6 @@ refuses is drawn anew.
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,8 +211,3 @@ class _Draw:
 
 def _kind(dtype: torch.dtype) -> str:
     return "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "i"
-
-
-def words_of(case: Case) -> list[Any]:
-    """The closed ops that a case's lines name."""
-    return [line.op for line in case.lines if line.op]
