@@ -40,6 +40,7 @@ INTERFACES = {
         "torch._C:_functorch.get_interpreter_stack",
         "torch._C:_functorch.peek_interpreter_stack",
         "torch._C:_functorch.is_functorch_wrapped_tensor",
+        "torch._C:_functorch.unwrap_if_dead",
         "torch._C:_functorch.TransformType.Functionalize",
         "torch._C:_are_functorch_transforms_active",
         "torch._C:_disabled_torch_function_impl",

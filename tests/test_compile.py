@@ -552,7 +552,7 @@ def test_the_prologue_is_ordinary_nodes_beside_one_kernel_for_any_length(make):
         (kernel,) = [n for n in forward.nodes if str(n.target) == "flexsn.forward.default"]
         assert "aten.sigmoid.default" in [str(n.target) for n in kernel.args[3]]
         assert targets(backward).count("flexsn.backward.default") == 1
-        found.append((targets(forward), targets(backward)))
+        found.append([[t for t in targets(g) if "getitem" not in t] for g in (forward, backward)])  # few steps need no checkpoints
     assert found[0] == found[1]
 
 
