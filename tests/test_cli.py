@@ -200,7 +200,15 @@ def test_doctor(run):
     assert cpp["works"] and cpp["tested"] and cpp["seconds"] > 0
     assert triton["works"] and triton["device"] == "cpu"  # the tests run its interpreter
     assert data["compiler"]["path"] and data["packages"]["numpy"] and data["cache"]["kernels"] >= 2
-    assert "works: self-test on cpu agrees" in doctor._text(data)
+    assert "works: self-test on cpu agrees" in doctor._text(data) and data["notes"] == []
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0.dev20270101+cpu", "3.0"])
+def test_doctor_notes_an_untested_pytorch(run, monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    code, out, _ = run("doctor")
+    assert code == 0 and f"Note: PyTorch {version} is not among the versions that flexsn is tested with, 2.11 to 2.13." in out
+    assert doctor.notes("2.11.0+cu130") == doctor.notes("2.13.0a0") == []
 
 
 def test_doctor_without_compiler(run, monkeypatch):

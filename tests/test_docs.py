@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,16 @@ def test_readme_snippets_run():
     assert names["neuron"].core.w_mem.grad.abs().sum() > 0
     assert names["neuron"].core.w_adapt.grad.abs().sum() > 0
     assert names["v"].shape == (32, 512)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_pages_name_the_pytorch_that_is_tested(page):
+    from flexsn._version import TESTED_TORCH as tested
+
+    text, needed = " ".join((ROOT / page).read_text().split()), tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert needed["project"]["dependencies"] == [f"torch>={tested[0]}"] and f"PyTorch {tested[0]} or newer" in text
+    assert f"tested with {tested[0]} to {tested[1]}" in text
+    assert f"torch=={tested[1]}." in (ROOT / "constraints.txt").read_text()
 
 
 def snippets(page, count):

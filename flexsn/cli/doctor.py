@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import launch_cpp, launch_triton
+from .._version import TESTED_TORCH
 from ..backends import BACKENDS
 from ..errors import FlexSNError
 from ..report.subject import machine_facts
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> Outcome:
     well = backends[own]["works"] and not any(b["tested"] and not b["works"] for b in backends.values())
     data = {
         "well": well,
+        "notes": notes(torch.__version__),
         "machine": machine_facts(),
         "compiler": compiler_facts(),
         "packages": {name: version_of(name) for name in _PACKAGES},
@@ -43,6 +45,18 @@ def run(args: argparse.Namespace) -> Outcome:
         "backends": backends,
     }
     return Outcome(_text(data), data, GOOD if well else BAD)
+
+
+def notes(torch_version: str) -> list[str]:
+    """What is worth knowing and no error."""
+    oldest, newest = TESTED_TORCH
+    if _minor(oldest) <= _minor(torch_version) <= _minor(newest):
+        return []
+    return [f"PyTorch {torch_version} is not among the versions that flexsn is tested with, {oldest} to {newest}."]
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def version_of(name: str) -> str | None:
@@ -118,6 +132,7 @@ def _text(data: dict[str, Any]) -> str:
         table(facts),
         "backends\n" + table([*backends, ("torch", "works (the eager loop)")], "  "),
         "packages\n  " + ", ".join(installed) + (f"\n  not installed: {', '.join(absent)}" if absent else ""),
+        *[f"Note: {note}" for note in data["notes"]],
         "All is well." if data["well"] else "Something is wrong: see the backends above.",
     ]
     return "\n\n".join(sections)
