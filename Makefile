@@ -10,6 +10,8 @@ JOBS ?= 2
 CASES ?= 10000
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# a path, not an import hook: a script run from the folder that holds the clone would find the clone, a folder named flexsn, first
+EDITABLE := --config-settings editable_mode=compat --editable
 READY := .venv/.ready
 BENCH_READY := .bench-venv/.ready
 DOCS_READY := .docs-venv/.ready
@@ -26,7 +28,7 @@ $(READY): constraints.txt pyproject.toml tests/peers.txt examples/requirements.t
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==2.13.0
 	$(PIP) setuptools
-	$(PIP) --no-build-isolation --editable '.[demo,test,lint]'
+	$(PIP) --no-build-isolation $(EDITABLE) '.[demo,test,lint]'
 	$(PIP) --no-deps --requirement tests/peers.txt --requirement examples/requirements.txt
 	touch $@
 
