@@ -25,10 +25,10 @@ def as_tuple(name: str, values: Any, core: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def param_names(core: Callable[..., Any], params: Sequence[Any]) -> list[str]:
-    """What the core calls its params, or `param_0`, `param_1`, ... if it does not say."""
-    names = positional_names(core)[0][-len(params) :] if params else []
-    names = list(names) if len(names) == len(params) else [f"param_{k}" for k in range(len(params))]
+def param_names(core: Callable[..., Any], params: Sequence[Any], first: int) -> list[str]:
+    """What the core calls its params, from its argument `first` on, or `param_0`, `param_1`, ... if it does not say."""
+    names = list(positional_names(core)[0][first : first + len(params)])
+    names = names if len(names) == len(params) else [f"param_{k}" for k in range(len(params))]
     for name, param in zip(names, params, strict=True):
         if not isinstance(param, Tensor):
             raise not_a_tensor(f"param `{name}`", param, core_name(core))
@@ -38,7 +38,8 @@ def param_names(core: Callable[..., Any], params: Sequence[Any]) -> list[str]:
 def operand_counts(
     core: Callable[..., Any], num_inputs: int | None, num_states: int | None, num_params: int, examples: int | None
 ) -> tuple[int, int]:
-    """How many inputs and states the core takes: as given, or what its signature leaves.
+    """How many inputs and states the core takes: as given, or what its signature leaves. An argument with a default is left to
+    itself, unless params would otherwise leave no argument for an input.
 
     Args:
         examples: how many inputs and states together, where examples of them say so.
@@ -54,13 +55,26 @@ def operand_counts(
     if num_inputs is None:
         if total is None:
             raise OperandCountError("num_inputs cannot be inferred from `*args`; pass it", core=core_name(core))
-        num_inputs = total - num_states
+        least = 0 if examples is not None else min(required, num_states + 1)  # params beyond fill arguments with defaults
+        num_inputs = max(total, least) - num_states
     fits = open_ended or examples is not None or num_inputs + num_states <= len(names) - num_params
     if num_inputs < 1 or num_states < 0 or not fits:
         raise OperandCountError(
-            f"takes {', '.join(names)}: {num_inputs} inputs + {num_states} states + {num_params} params do not fit", core=core_name(core)
-        )
+            f"takes {', '.join(names)}: {num_inputs} inputs + {num_states} states + {num_params} params do not fit", core=core_name(core),
+            hint=_fitting(names, required, num_params),
+        )  # fmt: skip
     return num_inputs, num_states
+
+
+def _fitting(names: Sequence[str], required: int, num_params: int) -> str | None:
+    """Which counts of inputs and states a core takes beside its params."""
+    least, most = max(1, required - num_params), len(names) - num_params
+    if not names:
+        return None
+    if most < 1:
+        return f"{num_params} params leave none of its {len(names)} arguments for an input."
+    together = str(most) if least == most else f"{least} to {most}"
+    return f"Arguments are inputs, then states, then params: pass `num_inputs=` (at least 1) and `num_states=`, {together} together."
 
 
 def check_count(name: str, count: Any, core: str) -> None:

@@ -113,11 +113,12 @@ class FlexSN(nn.Module):
         examples = None if example_inputs is None else len(as_tuple("example_inputs", example_inputs, name))
         self.core, self.num_outputs = core, num_outputs
         self.example_outputs = None if example_outputs is None else as_tuple("example_outputs", example_outputs, name)
-        self.num_params, self.param_names = len(params), tuple(_free_name(n, ()) for n in param_names(core, params))
+        self.num_inputs, self.num_states = operand_counts(core, num_inputs, num_states, len(params), examples)
+        names = param_names(core, params, self.num_inputs + self.num_states)
+        self.num_params, self.param_names = len(params), tuple(_free_name(n, ()) for n in names)
         self.params = _Tensors() if params else None
         for param_name, param in zip(self.param_names, params, strict=True):
             self.params.register(param_name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
-        self.num_inputs, self.num_states = operand_counts(core, num_inputs, num_states, len(params), examples)
         self.requires_grad_flags = gradient_flags(requires_grad, self.num_inputs, self.num_states, name)
         self.step_mode, self.backend, self.store_state_seqs, self.strict, self.tune = step_mode, backend, store_state_seqs, strict, tune
         self.stateful = stateful
@@ -234,7 +235,7 @@ class FlexSN(nn.Module):
             raise OperandCountError(
                 f"needs {self.num_inputs} inputs but was given {len(inputs)}", core=core_name(self.core),
                 hint=f"It was made with num_states={self.num_states} and {self.num_params} params; what is left of the core's arguments "
-                "are inputs. Tensors that go to every step unchanged are listed in `params=`.",
+                "are inputs, unless `num_inputs=` says how many. Tensors that go to every step unchanged are listed in `params=`.",
             )  # fmt: skip
         exported = exporting()
         if exported and isinstance(self.states, list):

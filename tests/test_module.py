@@ -56,6 +56,33 @@ def test_counts_are_inferred():
     assert len(net(torch.randn(3, 4), torch.randn(3, 4))) == 2
 
 
+def decaying(x, v, tau=2.0, gain=1.0):
+    v = v + (gain * x - v) / tau
+    return v, v
+
+
+def test_params_fill_arguments_with_defaults():
+    x, tau, gain = torch.rand(5, 3), torch.tensor(4.0), torch.tensor(0.5)
+    for params in ([], [tau], [tau, gain]):
+        net = FlexSN(decaying, num_states=1, params=params, backend="torch")
+        assert net.num_inputs == 1 and net.param_names == ("tau", "gain")[: len(params)]
+        assert torch.equal(net(x), flexsn.scan(decaying, [x], [None], params, backend="torch").outputs[0])
+    two = FlexSN(lambda x, y, v, w=1.0: (x * y * w, v), num_inputs=2, num_states=1, params=[tau])
+    assert (two.num_inputs, two.param_names) == (2, ("w",))
+
+
+@pytest.mark.parametrize(
+    ("core", "counts", "hint"),
+    [(lambda x, v: (x, v), {"num_states": 2}, "(at least 1) and `num_states=`, 2 together"),
+     (decaying, {"num_states": 3, "params": [torch.ones(())]}, "(at least 1) and `num_states=`, 1 to 3 together"),
+     (lambda x, v: (x, v), {"num_states": 1, "params": [torch.ones(())] * 3}, "3 params leave none of its 2 arguments for an input")],
+)  # fmt: skip
+def test_counts_that_do_not_fit_say_which_would(core, counts, hint):
+    with pytest.raises(OperandCountError, match="do not fit") as caught:
+        FlexSN(core, **counts)
+    assert hint in caught.value.hint
+
+
 @pytest.mark.parametrize("backend", ["cpp", "torch"])
 def test_sequence_call(backend):
     x = torch.randn(7, 4)
