@@ -1,6 +1,7 @@
 """`FlexSN`: counts, states, registration of what is captured, copies."""
 
 import copy
+import functools
 import io
 import pickle
 import subprocess
@@ -228,6 +229,33 @@ def test_zero_steps():
     assert net(torch.randn(0, 4)).shape == (0, 4) and torch.equal(net.states[0], torch.zeros(4))
     y = net(torch.randn(3, 4))
     assert y.shape == (3, 4) and net.state_seqs[0].shape == (3, 4)
+
+
+def scaled(x, v, gain):
+    return gain * x, v
+
+
+def scaling(gain):
+    return lambda x, v: (gain * x, v)
+
+
+class Scaling:
+    def __init__(self, gain):
+        self.gain = gain
+
+    def __call__(self, x, v):
+        return self.gain * x, v
+
+
+@pytest.mark.parametrize(
+    "make", [lambda gain: functools.partial(scaled, gain=gain), scaling, Scaling], ids=["partial", "closure", "object"]
+)
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_another_core_of_the_same_kind_is_seen(make, backend):
+    x, net = torch.rand(5, 3), FlexSN(make(2.0), 1, 1, backend=backend)
+    assert torch.equal(net(x), 2 * x)
+    net.core, net.states = make(3.0), None
+    assert torch.equal(net(x), 3 * x)
 
 
 def test_mistakes():
