@@ -63,8 +63,19 @@ def snippets(page, count):
     return names
 
 
-def test_neuron_snippets_run():
-    names = snippets("neurons.md", 1)
+def test_neuron_snippets_run(counts):
+    names = snippets("neurons.md", 2)
+    annealed, made = names["annealed"], (counts.programs, counts.builds)
+    for threshold in (0.4, 0.3):
+        annealed.reset()
+        annealed.v_threshold.fill_(threshold)
+        annealed.captured.surrogate_alpha.fill_(9.0)
+        (grad,) = torch.autograd.grad(annealed(names["x"]).mean(), names["x"])
+        other = flexsn.LIF(v_threshold=threshold, surrogate=flexsn.surrogate.atan(alpha=9.0), backend="torch")
+        torch.testing.assert_close(grad, torch.autograd.grad(other(names["x"]).mean(), names["x"])[0])
+    assert (counts.programs, counts.builds) == made and made[0] > 0
+    flexsn.LIF(v_threshold=0.37)(names["x"])
+    assert counts.programs > made[0]  # a number is a constant
     assert names["learned"].tau.grad.shape == (16,) and names["learned"].tau.grad.abs().sum() > 0
     assert 0 < names["spikes"].mean() < 1 and names["v"].shape == (8, 16)
 
