@@ -16,7 +16,8 @@ from helpers import line_of
 from torch import nn
 
 import flexsn
-from flexsn.report.measure import copy_seconds, disturbance, least_seconds
+from flexsn.report import measure
+from flexsn.report.measure import beside_copies, copy_of, disturbance, least_seconds
 from flexsn.report.subject import subject_of
 from flexsn.report.svg import draw
 from flexsn.report.vectors import read_assembly, vector_facts
@@ -381,8 +382,58 @@ def test_shortest_of_several():
 
     naps = iter([0.03, 0.02, 0.004, 0.02, 0.02, *[0.02] * 100])
     assert 0.004 <= least_seconds(lambda: time.sleep(next(naps)), torch.device("cpu")) < 0.015
-    assert copy_seconds(1 << 16, torch.device("cpu")) > 0
     assert disturbance(0.5).startswith("Other processes used 50%") and disturbance(0.01) == disturbance(None) == ""
+
+
+class Clock:
+    """Time that passes only while what is timed runs, and stands still but for that."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.sizes = 0.0, []
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(measure, "copy_of", self.copy_of)
+
+    def call(self, *seconds):
+        """Takes these seconds in turn, and the last of them from then on."""
+        left = list(seconds)
+
+        def run():
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+    def copy_of(self, nbytes, device):
+        self.sizes.append(nbytes)
+        return measure.Copy(self.call(0.008, 0.008, 0.008, 0.008, nbytes * 1e-6), 1.0)  # slow at first
+
+
+def test_a_copy_is_timed_beside_the_calls_and_once_per_size(monkeypatch):
+    clock = Clock(monkeypatch)
+    calls = {"inference": clock.call(0.002), "forward": clock.call(0.5, 0.1, 0.003), "backward": clock.call(0.004)}
+    found = beside_copies(calls, {"inference": 1000, "forward": 1000, "backward": 2000}, torch.device("cpu"))
+    assert clock.sizes == [1000, 2000]
+    assert {k: v for k, (v, _) in found.items()} == pytest.approx({"inference": 0.002, "forward": 0.003, "backward": 0.004})
+    assert {k: v for k, (_, v) in found.items()} == pytest.approx({"inference": 0.001, "forward": 0.001, "backward": 0.002})
+
+
+def test_a_busy_while_falls_on_calls_and_copies_alike(monkeypatch):
+    """As long as `least_seconds` of one call takes, everything is a hundred times slower."""
+    clock, cpu = Clock(monkeypatch), torch.device("cpu")
+
+    def run():
+        clock.now += 0.1 if clock.now < 0.3 else 0.001
+
+    monkeypatch.setattr(measure, "copy_of", lambda nbytes, device: measure.Copy(run, 1.0))
+    assert beside_copies({"a": run}, {"a": 1000}, cpu)["a"] == pytest.approx((0.001, 0.001))
+    clock.now = 0.0
+    assert least_seconds(run, cpu) == pytest.approx(0.001)
+
+
+def test_a_large_copy_is_part_of_it(monkeypatch):
+    monkeypatch.setattr(measure, "_LARGEST", 1000)
+    copies = {n: copy_of(n, torch.device("cpu")) for n in (100, 2000, 10_000)}
+    assert [copy.call().numel() for copy in copies.values()] == [50, 1000, 1000]
+    assert [copy.times for copy in copies.values()] == [1.0, 1.0, 5.0]
 
 
 def test_words():

@@ -39,7 +39,7 @@ from ..scan import prepare
 from ..signature import core_name
 from .dependency import drawing_of
 from .hoisted import hoisted_ops, op_of
-from .measure import Others, copy_seconds, least_seconds
+from .measure import Others, beside_copies
 from .model import Choice, Operand, Pass, Problem, SourceLine
 from .reports import NetworkReport, Report
 from .subject import Subject, machine_facts, source_of, subject_of
@@ -271,20 +271,25 @@ def _launch_facts(kernel: Any, call: Call) -> dict[str, Any]:
 
 # --- what it costs ----------------------------------------------------------------------------------------------------------------------
 def _measure(report: Report, subject: Subject, call: Call) -> None:
-    device, tensors, others = call.program.device, subject.tensors, Others()
+    device, others = call.program.device, Others()
+    moved = {name: made.bytes_moved for name, made in report.passes.items()}
+    for name, found in beside_copies(_timed(report, subject, call), moved, device).items():
+        report.passes[name].measured_s, report.passes[name].bound_s = found
+    report.others_busy = others.share()
+
+
+def _timed(report: Report, subject: Subject, call: Call) -> dict[str, Callable[[], object]]:
+    """A call for every pass."""
+    tensors = subject.tensors
     with torch.no_grad():
         quiet = _call(subject)
-        report.passes["inference"].measured_s = least_seconds(lambda: run_call(quiet, tensors), device)
+    calls: dict[str, Callable[[], object]] = {"inference": lambda: run_call(quiet, tensors)}
     if "forward" in report.passes:
-        report.passes["forward"].measured_s = least_seconds(lambda: run_call(call, tensors), device)
+        calls["forward"] = lambda: run_call(call, tensors)
     if "backward" in report.passes:
         _, _, outputs = run_call(call, tensors)
         roots = [y for y in outputs if y.requires_grad]
         leaves = [t for t in tensors if t is not None and t.requires_grad]
         ones = [torch.ones_like(y) for y in roots]
-        report.passes["backward"].measured_s = least_seconds(
-            lambda: torch.autograd.grad(roots, leaves, ones, retain_graph=True, allow_unused=True), device
-        )
-    for made in report.passes.values():
-        made.bound_s = copy_seconds(made.bytes_moved, device)
-    report.others_busy = others.share()
+        calls["backward"] = lambda: torch.autograd.grad(roots, leaves, ones, retain_graph=True, allow_unused=True)
+    return calls
