@@ -79,7 +79,12 @@ def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Ten
     current = [v if v is not None else torch.zeros(shape, dtype=step[0].dtype, device=step[0].device) for v in states]
     first: tuple[list[Tensor], list[Tensor]] | None = None
     for _ in range(4):
-        returned = check_returns(sig, core(*step, *current, *params), num_outputs)
+        try:
+            returned = check_returns(sig, core(*step, *current, *params), num_outputs)
+        except RuntimeError:
+            if first is not None:  # it took zeros, but not the shape that it returned for them
+                _check_shapes(sig, *first)
+            raise
         check_values(sig, returned, step[0].device)
         new = returned[len(returned) - sig.num_states :]
         first = first or (list(current), list(new))
@@ -102,6 +107,11 @@ def _check_outputs(sig: Signature, first: Sequence[Tensor], now: Sequence[Tensor
             f"returned {', '.join(map(_meta, first))} at the first step and {', '.join(map(_meta, now))} at a later one", core=sig.core,
             hint="Outputs keep their number, shapes and dtypes from step to step.",
         )  # fmt: skip
+
+
+def _check_shapes(sig: Signature, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    if any(a.shape != b.shape for a, b in zip(before, after, strict=True)):
+        _check_states(sig, before, after)
 
 
 def _check_states(sig: Signature, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:

@@ -25,6 +25,17 @@ def warn_once(what: str, why: Exception) -> None:
 
 
 @contextlib.contextmanager
+def noting(what: str, why: Exception | None) -> Iterator[None]:
+    """An error of `what` carries the reason for which it ran, if there is one, and with it what to write instead."""
+    try:
+        yield
+    except Exception as error:  # of the core's; raised again as it is
+        if why is not None:
+            error.add_note(f"flexsn ran {what}: {why}")
+        raise
+
+
+@contextlib.contextmanager
 def unsaid() -> Iterator[None]:
     """While inside nothing is said, and what would have been said still will be."""
     before = set(_warned)

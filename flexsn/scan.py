@@ -29,7 +29,7 @@ from .errors import (
     UnsupportedOpError,
     UnsupportedValueError,
 )
-from .fallback import warn_once
+from .fallback import noting, warn_once
 from .loops import scan_operator
 from .memory import addresses
 from .ops import TracedCall, check_backend, choose_backend
@@ -248,6 +248,7 @@ def run_core(
         sharding.check_layouts(sig, inputs, states, (*params, *captured.values()))
     _refuse_freed(sig, (*sig.names, *captured), tensors)
     _refuse_stale(sig, inputs, states)
+    why: Exception | None = None  # the eager loop runs, if another backend could be taken
     if backend != "torch":
         try:
             call = prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
@@ -258,13 +259,15 @@ def run_core(
             if backend != "auto" or strict:
                 raise
             warn_once("the eager loop", error)
+            why = error
         else:
             if key is not None:
                 if len(seen.calls) >= _MOST_CALLS:
                     seen.calls.clear()
                 seen.calls[key] = call
             return results
-    with reading.bound(seen, replaced), sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext():
+    around = sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext()
+    with reading.bound(seen, replaced), around, noting("the eager loop", why):
         outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
 

@@ -53,8 +53,9 @@ def check_error(error: BaseException, want: Outcome) -> None:
         raise AssertionError(f"{type(error).__name__}: {error}") from error
     assert type(error) is want.error, f"{type(error).__name__}: {error}"
     assert isinstance(error, errors.FlexSNError) == (want.kind == "raises")
+    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
     for part in want.parts:
-        assert part in str(error), f"{part!r} is not in: {error}"
+        assert part in said, f"{part!r} is not in: {said}"
 
 
 def check_warnings(told: list[Warning], want: Outcome) -> None:

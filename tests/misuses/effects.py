@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import torch
+from torch._dynamo.exc import Unsupported
 
 import flexsn
 from flexsn import errors
@@ -71,8 +72,33 @@ def assertion(backend):
     return both(backend, core, states=[V])
 
 
-@misuse("`and` between tensors", passes_on(RuntimeError, "ambiguous", whose="PyTorch's error at the core's line"),
-        cpp=raises(errors.ControlFlowError, "control flow", "torch.where"))  # fmt: skip
+def branches(x, v):
+    h = v + x
+    if h > 1:
+        h = h * 0.0
+    return h, h
+
+
+BRANCH = {
+    "outcome": passes_on(RuntimeError, "ambiguous", "flexsn ran the eager loop", "torch.where", whose="PyTorch's error, with flexsn's note"),
+    "torch": passes_on(RuntimeError, "ambiguous", whose="PyTorch's error at the core's line"),
+    "cpp": raises(errors.ControlFlowError, "control flow", "torch.where"),
+}
+
+
+@misuse("`if` on a tensor of many values (`if h > 1:`)", **BRANCH)
+def branch_on_many(backend):
+    return scan(backend, branches)
+
+
+@misuse("`if h > 1:` under `torch.compile(fullgraph=True)`",
+        passes_on(Unsupported, "branching", "torch.cond", whose="Dynamo's error; in a core, write `torch.where(condition, a, b)`"))  # fmt: skip
+def branch_compiled(backend):
+    net = flexsn.FlexSN(branches, num_states=1, backend=backend)
+    return torch.compile(net, fullgraph=True, backend="eager")(X), None
+
+
+@misuse("`and` between tensors", **BRANCH)
 def boolean_and(backend):
     return scan(backend, lambda x, v: ((x > 0) and (v > 0), v))
 

@@ -262,6 +262,12 @@ def state_shrinks(backend):
     return scan(backend, lambda x, v: (x, v[:1]))
 
 
+@misuse("a default state that shrinks to what does not broadcast", raises(errors.StateMismatchError, "state `v`", "[4, 3]", "[4, 2]"),
+        cpp=KERNEL)  # fmt: skip
+def default_state_shrinks(backend):
+    return scan(backend, lambda x, v: (x, (v * 0.5 + x)[..., :2]), states=[None])
+
+
 @misuse("a state that is summed up over neurons", raises(errors.StateMismatchError, "state `v`", "[4, 3]", "[]"), cpp=KERNEL)
 def state_sums(backend):
     return scan(backend, lambda x, v: (x, v.sum()))
