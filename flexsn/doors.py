@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import _compat, forks, run, sharding
 from .capture import Meta
-from .errors import DoubleBackwardError, ForwardModeError, ShapeMismatchError
+from .errors import DoubleBackwardError, ForwardModeError, FreedGraphError, ShapeMismatchError
 from .inductor import remade
 from .ops import LIBRARY, TAGS, TracedCall, like_row, program_from, text_of
 from .rows import is_dense, memory_order, unbroadcast
@@ -136,6 +136,21 @@ def _refuse_double_backward(call: run.Call) -> None:
     )  # fmt: skip
 
 
+def _saved(ctx, call: run.Call) -> tuple[Tensor, ...]:
+    """What the forward saved, unless a backward before this one freed it."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "second time" not in str(error):
+            raise
+    raise FreedGraphError(
+        "backward through the graph a second time: the states carried from an earlier call belong to a graph that its backward freed",
+        core=call.program.sig.core,
+        hint="Call `flexsn.reset_net(model)` before each sample, or `flexsn.detach_states(model)` between pieces of one. (If one loss is "
+        "differentiated twice: `retain_graph=True` the first time.)",
+    )  # fmt: skip
+
+
 # --- eager --------------------------------------------------------------------------------------------------------------------
 class _Eager(torch.autograd.Function):
     @staticmethod
@@ -155,7 +170,7 @@ class _Eager(torch.autograd.Function):
     def backward(ctx, *grads):
         if torch.is_grad_enabled():
             _refuse_double_backward(ctx.call)
-        saved, kept = ctx.saved_tensors, len(ctx.call.kinds)
+        saved, kept = _saved(ctx, ctx.call), len(ctx.call.kinds)
         return None, *_backward(ctx.call, saved[:kept], saved[kept:], grads, ctx.needs_input_grad[1:])
 
 
@@ -183,7 +198,7 @@ class _Traced(torch.autograd.Function):
     @_compat.unseen_by_dynamo
     def backward(ctx, *grads):
         call = ctx.call
-        saved = ctx.saved_tensors
+        saved = _saved(ctx, call)
         found = _TracedBackward.apply(call, ctx.needs_input_grad[1:], ctx.present, len(saved), *saved, *grads[: ctx.shown])
         return None, *found
 

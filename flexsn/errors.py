@@ -93,6 +93,10 @@ class DoubleBackwardError(FlexSNError, RuntimeError):
     """A second derivative through a fused call (`create_graph=True`)."""
 
 
+class FreedGraphError(FlexSNError, RuntimeError):
+    """A backward through a fused call whose graph an earlier backward freed: states were carried over from it."""
+
+
 class UnsupportedDtypeError(FlexSNError, TypeError):
     """An operand or intermediate has a dtype that flexsn does not handle (complex, quantised, ...)."""
 

@@ -30,6 +30,15 @@ def twice(backend):
     return None, None
 
 
+@misuse("backward twice of an output's sum, of which PyTorch saves nothing", raises(errors.FreedGraphError, "a second time", "retain_graph"),
+        torch=passes_on(RuntimeError, "backward through the graph a second time", whose=PYTORCH))  # fmt: skip
+def twice_alone(backend):
+    _, found = run(backend)
+    for _ in range(2):
+        found[0].sum().backward()
+    return None, None
+
+
 @misuse("backward twice with `retain_graph=True`", gives("the same gradients again"), triton=True)
 def retained(backend):
     x, found = run(backend)

@@ -183,10 +183,21 @@ def cast_between(backend):
 
 
 @misuse("an optimizer step without `detach_states()` (truncated BPTT)",
-        passes_on(RuntimeError, "backward through the graph a second time", whose="PyTorch's error"), triton=True)  # fmt: skip
+        raises(errors.FreedGraphError, "a second time", "detach_states"),
+        torch=passes_on(RuntimeError, "backward through the graph a second time", whose="PyTorch's error"), triton=True)  # fmt: skip
 def not_detached(backend):
     w = nn.Parameter(torch.full((3,), 0.5))
     net = neuron(backend, lambda x, v: (v * w, torch.tanh(v * w + x)))
+    for _ in range(2):
+        net(X).sum().backward()
+    return None, None
+
+
+@misuse("a sample after another without `reset()`, each with its backward",
+        raises(errors.FreedGraphError, "carried from an earlier call", "flexsn.reset_net(model)"),
+        torch=passes_on(RuntimeError, "backward through the graph a second time", whose="PyTorch's error"))  # fmt: skip
+def not_reset(backend):
+    net = nn.Sequential(nn.Linear(3, 4), flexsn.LIF(backend=backend), nn.Linear(4, 4), flexsn.LIF(backend=backend))
     for _ in range(2):
         net(X).sum().backward()
     return None, None
