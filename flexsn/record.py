@@ -53,6 +53,11 @@ _VALUE_READS = {
 }  # fmt: skip
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
+_NEEDS_NO_STATE = "A kernel handles each neuron by itself: do this outside the core, or on params only."
+_NEEDS_A_STATE = (
+    "A kernel handles each neuron by itself: do this outside the core, on its outputs. What the next step needs of it, no kernel "
+    'does: leave it to the eager loop (`backend="torch"`), or do it between steps (`step_mode="s"`).'
+)
 
 
 def run_refusing(core: Callable, operands: list[Tensor], recorder: Recorder) -> Any:
@@ -135,7 +140,7 @@ class Recorder(Tape, _compat.TorchDispatchMode):
             hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",
         )  # fmt: skip
 
-    def poison(self, func: Any) -> None:
+    def poison(self, func: Any, nodes: Sequence[fx.Node]) -> None:
         """Remember that `func` mixes neurons; raised after the core ran, so that a later `if` can be named instead."""
         op = self.user_op or func
         if torch.Tag.pointwise in op.tags:
@@ -143,7 +148,7 @@ class Recorder(Tape, _compat.TorchDispatchMode):
         else:
             error = NotElementwiseError(
                 f"`{_name(op)}` is not elementwise, but its operand depends on time", core=self.sig.core, line=self.line(),
-                hint="A kernel handles each neuron by itself: do this outside the core, or on params only.",
+                hint=_NEEDS_A_STATE if self.states_behind(nodes) else _NEEDS_NO_STATE,
             )  # fmt: skip
         if self.in_backward:
             raise error
@@ -222,21 +227,19 @@ class Recorder(Tape, _compat.TorchDispatchMode):
         decomposed = self.decompose(func, args, kwargs)
         if decomposed is not NotImplemented:
             return decomposed
-        self.poison(func)
+        self.poison(func, nodes)
         return self.add(func, args, kwargs, "step", nodes)
 
     def cotangents_behind(self, nodes: list[fx.Node]) -> tuple[str, ...]:
         """Names of the cotangents that nodes are computed from: zeros made of them (`round` passes such on) vanish with them."""
         found: set[str] = set()
-        seen: set[fx.Node] = set()
-        stack = [*nodes] if self.in_backward else []
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                found.update([node.name] if node in self.cotangents else node.meta.get("of", ()))
-                stack += node.all_input_nodes
+        for node in _behind(nodes) if self.in_backward else ():
+            found.update([node.name] if node in self.cotangents else node.meta.get("of", ()))
         return tuple(sorted(found))
+
+    def states_behind(self, nodes: Sequence[fx.Node]) -> bool:
+        """Whether nodes are computed from a state, which no call knows before its step."""
+        return any(self.operand_names.get(node) in self.sig.state_names for node in _behind(nodes))
 
     def reduced(self, func, args, kwargs, nodes: list[fx.Node]):
         """A sum over neurons in the backward of a param, or a linear function of one."""
@@ -414,6 +417,18 @@ Recorder.stops = (Recorder.differentiate.__code__,)
 
 _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",
              "aten::sym_numel", "aten::dim", "aten::storage_offset", "aten::is_pinned"}  # fmt: skip
+
+
+def _behind(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """Nodes, and all that they are computed from, once each."""
+    seen: set[fx.Node] = set()
+    stack = [*nodes]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += node.all_input_nodes
 
 
 def _is_nil(node: fx.Node) -> bool:
