@@ -261,7 +261,11 @@ class FlexSN(nn.Module):
         else:
             self._carry((tuple(finals) if exported else finals) if self.stateful else None, sequences)
         if not outputs:
-            raise ReturnCountError("returned states only; at least one output is needed", core=core_name(self.core))
+            n = self.num_states
+            raise ReturnCountError(
+                f"returned {n} values, and the last {n} are taken as the new states (num_states={n}): no output is left",
+                core=core_name(self.core), hint="End the core with `return *outputs, *new_states`.",
+            )  # fmt: skip
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -53,6 +53,8 @@ _VALUE_READS = {
 }  # fmt: skip
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
+_TO_COMPUTE = "Keep it a tensor: 0-dimensional tensors broadcast like numbers."
+_TO_SHOW = "To look at a state at every step, ask for `store_state_seqs=True`; return any other value as one more output."
 _NEEDS_NO_STATE = "A kernel handles each neuron by itself: do this outside the core, or on params only."
 _NEEDS_A_STATE = (
     "A kernel handles each neuron by itself: do this outside the core, on its outputs. What the next step needs of it, no kernel "
@@ -119,7 +121,7 @@ class Recorder(Tape, _compat.TorchDispatchMode):
         call = how.removeprefix("aten::")
         raise ScalarReadError(
             f"`{call}` reads the value of {what} into Python, where it would be frozen into the kernel", core=self.sig.core,
-            line=self.line(), hint="Keep it a tensor: 0-dimensional tensors broadcast like numbers.",
+            line=self.line(), hint=_TO_SHOW if call in ("__repr__", "__format__") else _TO_COMPUTE,
         )  # fmt: skip
 
     def differentiating(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

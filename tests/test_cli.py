@@ -1,6 +1,7 @@
 """The command line: exit codes, JSON, errors that teach, and what each command leaves on disk."""
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import flexsn
-from flexsn.cli import bench, candidates, doctor, main
+from flexsn.cli import bench, candidates, doctor, main, roofline
 from flexsn.cli.main import make_parser
 from flexsn.cli.outcome import UsageError
 from flexsn.cli.target import load_target
@@ -253,6 +254,23 @@ def test_bench(run, tmp_path):
         assert all(0 < c["seconds"] < 10 for c in found["candidates"]) and found["bound_s"] > 0
     shown = bench._text(data)
     assert "x flexsn" in shown and "lif, training: 20.5 B and" in shown
+
+
+@pytest.mark.parametrize("copy_rate", [2e9, 5e9, 2e10, 1e13], ids=lambda r: f"{r:g}")
+def test_labels_of_the_roofline_do_not_overlap(copy_rate):
+    pytest.importorskip("matplotlib")
+    times = [{"seconds": 1e-3}, {"seconds": 5e-3}]
+    modes = {
+        mode: {"operations_per_neuron_step": ops, "bytes_per_neuron_step": nbytes, "copy_rate": copy_rate, "candidates": times}
+        for mode, ops, nbytes in (("inference", 8, 8), ("training", 34, 20.5))
+    }
+    case = {"neuron": "lif", "modes": modes}
+    figure = roofline.draw({"shape": [100, 512], "device": "cpu", "threads": 2, "arithmetic_rate": 2e10, "cases": [case]})
+    figure.draw_without_rendering()
+    (low, high), axis = figure.axes[0].get_xlim(), figure.axes[0].xaxis
+    labels = [t for t in axis.get_ticklabels(which="both") if t.get_text() and low <= t.get_position()[0] <= high]
+    boxes = sorted((t.get_window_extent().x0, t.get_window_extent().x1) for t in labels)
+    assert len(boxes) >= 3 and all(left[1] < right[0] for left, right in itertools.pairwise(boxes))
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x + 1.0, lambda x: 1.5 * x - 0.5 * x.detach()], ids=["spikes", "gradients"])

@@ -35,8 +35,18 @@ def arithmetic_rate(device: torch.device) -> float:
 
 
 def plot(data: dict[str, Any], path: str) -> Path:
-    """Draw operations per second over operations per byte, on logarithmic axes."""
+    """Draw operations per second over operations per byte, into a file."""
+    try:
+        draw(data).savefig(path, dpi=150)
+    except (OSError, ValueError) as error:  # no such folder; no such format
+        raise UsageError(f"cannot write {path}: {error}") from None
+    return Path(path)
+
+
+def draw(data: dict[str, Any]) -> Any:
+    """The figure, on logarithmic axes."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.subplots()
@@ -52,14 +62,13 @@ def plot(data: dict[str, Any], path: str) -> Path:
     for colour, name in zip(_COLOURS, ("flexsn", "eager loop, at the kernel's operations per byte"), strict=True):
         axes.plot([], [], "s", color=colour, label=name)
     axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="operations per second")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())  # over two decades its labels lie on each other
     axes.set_title(f"T and step shape {data['shape']} on {data['device']}, {data['threads']} threads")
     axes.legend(fontsize=8)
     axes.grid(True, which="both", alpha=0.2)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # no such folder; no such format
-        raise UsageError(f"cannot write {path}: {error}") from None
-    return Path(path)
+    return figure
 
 
 _COLOURS = ("tab:blue", "tab:red")

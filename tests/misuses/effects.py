@@ -136,7 +136,7 @@ def text(backend):
     return both(backend, core, states=[V])
 
 
-@misuse("`print(x)` of a tensor", falls_back(errors.ScalarReadError, "__repr__"), triton=True)
+@misuse("`print(x)` of a tensor", falls_back(errors.ScalarReadError, "__repr__", "store_state_seqs=True"), triton=True)
 def printing_tensor(backend):
     def core(x, v):
         print(x, file=Discard())
