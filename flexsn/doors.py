@@ -144,10 +144,9 @@ def _saved(ctx, call: run.Call) -> tuple[Tensor, ...]:
         if "second time" not in str(error):
             raise
     raise FreedGraphError(
-        "backward through the graph a second time: the states carried from an earlier call belong to a graph that its backward freed",
-        core=call.program.sig.core,
-        hint="Call `flexsn.reset_net(model)` before each sample, or `flexsn.detach_states(model)` between pieces of one. (If one loss is "
-        "differentiated twice: `retain_graph=True` the first time.)",
+        "backward through the graph a second time: an earlier backward freed what this call had saved", core=call.program.sig.core,
+        hint="States carried over from an earlier call still belong to its graph: call `flexsn.reset_net(model)` before each sample, or "
+        "`flexsn.detach_states(model)` between pieces of one. To differentiate one loss twice: `retain_graph=True` the first time.",
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ class DoubleBackwardError(FlexSNError, RuntimeError):
 
 
 class FreedGraphError(FlexSNError, RuntimeError):
-    """A backward through a fused call whose graph an earlier backward freed: states were carried over from it."""
+    """A backward through a fused call whose graph an earlier backward freed: mostly, states were carried over from it."""
 
 
 class UnsupportedDtypeError(FlexSNError, TypeError):

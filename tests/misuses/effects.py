@@ -80,7 +80,9 @@ def branches(x, v):
 
 
 BRANCH = {
-    "outcome": passes_on(RuntimeError, "ambiguous", "flexsn ran the eager loop", "torch.where", whose="PyTorch's error, with flexsn's note"),
+    "outcome": passes_on(
+        RuntimeError, "ambiguous", "flexsn ran the eager loop", "torch.where", whose="PyTorch's error, with flexsn's note"
+    ),
     "torch": passes_on(RuntimeError, "ambiguous", whose="PyTorch's error at the core's line"),
     "cpp": raises(errors.ControlFlowError, "control flow", "torch.where"),
 }

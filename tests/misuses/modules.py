@@ -194,7 +194,7 @@ def not_detached(backend):
 
 
 @misuse("a sample after another without `reset()`, each with its backward",
-        raises(errors.FreedGraphError, "carried from an earlier call", "flexsn.reset_net(model)"),
+        raises(errors.FreedGraphError, "carried over from an earlier call", "flexsn.reset_net(model)"),
         torch=passes_on(RuntimeError, "backward through the graph a second time", whose="PyTorch's error"))  # fmt: skip
 def not_reset(backend):
     net = nn.Sequential(nn.Linear(3, 4), flexsn.LIF(backend=backend), nn.Linear(4, 4), flexsn.LIF(backend=backend))

@@ -85,7 +85,9 @@ def returns_too_few(backend):
     return scan(backend, lambda x, v, w: (x,), states=[V, V])
 
 
-@misuse("states only are returned, to a module", raises(errors.ReturnCountError, "returned 1 values", "taken as the new states"), triton=True)
+@misuse(
+    "states only are returned, to a module", raises(errors.ReturnCountError, "returned 1 values", "taken as the new states"), triton=True
+)
 def returns_states_only(backend):
     return flexsn.FlexSN(lambda x, v: v + x, num_states=1, backend=backend)(X), None
 
