@@ -84,13 +84,18 @@ def arrays(plan, T: int, N: int, checkpoints: int, pool: dict) -> list[Tensor | 
     return found
 
 
+def launch(kernel: Kernel, given: list[Tensor | None], T: int, N: int) -> Callable[[], None]:
+    run, there = kernel.bind([a is not None for a in given], T, N), [a for a in given if a is not None]
+    return lambda: run(there, [])
+
+
 def kernel_ms(plan, T: int, N: int, checkpoints: int, pool: dict, rep: int = 60) -> float:
     """Median device time of one launch, by events, the cache emptied before each."""
     from triton.testing import do_bench
 
-    kernel, given = Kernel(plan, render_triton.render(plan)), arrays(plan, T, N, checkpoints, pool)
-    kernel(given, [], T, N)
-    return do_bench(lambda: kernel(given, [], T, N), warmup=10, rep=rep, return_mode="median")
+    call = launch(Kernel(plan, render_triton.render(plan)), arrays(plan, T, N, checkpoints, pool), T, N)
+    call()
+    return do_bench(call, warmup=10, rep=rep, return_mode="median")
 
 
 def copy_rate() -> float:

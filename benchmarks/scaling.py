@@ -205,7 +205,7 @@ def measure(name: str, device: torch.device, quick: bool) -> dict:
         with nullcontext() if synced or world == 1 else call.no_sync():
             loss_of(call, net, x, workload.autocast).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=world == 1)  # the views of the buckets stay
+        optimizer.zero_grad()  # to None: a kept gradient would be zeroed, added to and divided, a fresh one is copied into its bucket
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -96,19 +96,16 @@ def test_parts_in_the_order_of_a_param_per_neuron():
 @pytest.mark.parametrize("tile", [64, 128, 4096])
 def test_any_tile(tile, monkeypatch):
     whole = bits(adaptive)
-    monkeypatch.setattr(launch_cpp.Kernel, "__call__", _with_tile(tile))
-    cut = bits(adaptive)
-    assert same(whole[0], cut[0]) and same(whole[1], cut[1]) and whole[2].equal(cut[2])
+    cut, cuts = launch_cpp.Kernel.cut, []
 
+    def with_tile(self, T, N):
+        cuts.append(self)
+        return tile, *cut(self, T, N)[1:]
 
-def _with_tile(tile):
-    call = launch_cpp.Kernel.__call__
-
-    def run(self, *arguments):
-        self._tile = lambda *_: tile
-        call(self, *arguments)
-
-    return run
+    monkeypatch.setattr(launch_cpp.Kernel, "cut", with_tile)
+    other = bits(adaptive)
+    assert same(whole[0], other[0]) and same(whole[1], other[1]) and whole[2].equal(other[2])
+    assert len(cuts) == 2
 
 
 @pytest.mark.parametrize(("chunk", "backend"), [(1, "cpp"), (3, "cpp"), (64, "cpp"), (2, "triton")])

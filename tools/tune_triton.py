@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from gpu import NEURONS, arrays, copy_rate, plans, program, sequence_bytes
+from gpu import NEURONS, arrays, copy_rate, launch, plans, program, sequence_bytes
 
 from flexsn import launch_triton, render_triton
 from flexsn.launch_triton import Kernel, Tile
@@ -55,8 +55,8 @@ def measure(plan, tile: Tile, T: int, N: int, checkpoints: int, memory: dict) ->
     launch_triton.tile_for = lambda *_: tile
     kernel = Kernel(plan, render_triton.render(plan))
     binary = kernel._binary(kernel.expect(N, 0), tile, 0)
-    given = arrays(plan, T, N, checkpoints, memory)
-    return do_bench(lambda: kernel(given, [], T, N), warmup=3, rep=15, return_mode="median"), binary
+    call = launch(kernel, arrays(plan, T, N, checkpoints, memory), T, N)
+    return do_bench(call, warmup=3, rep=15, return_mode="median"), binary
 
 
 def main() -> None:

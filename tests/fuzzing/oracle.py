@@ -92,7 +92,7 @@ def _storage(graph: Graph) -> dict[str, torch.dtype]:
 def _run(kernel: Any, *args: Tensor) -> Tensor:
     rows = [a.contiguous() for a in torch.broadcast_tensors(*args)]
     out = torch.empty(rows[0].shape, dtype=kernel.plan.writes[0].storage)
-    kernel([*rows, out], [], 1, out.numel())
+    kernel.bind([True] * (len(rows) + 1), 1, out.numel())([*rows, out], [])
     return out
 
 
