@@ -238,7 +238,7 @@ def work(rank: int, world: int, folder: str, kind: str, quick: bool, names: list
         for name in names:
             start = time.perf_counter()
             row = {"gradient_error": check(name, device, quick)} | measure(name, device, quick)
-            row["took_s"] = time.perf_counter() - start
+            row |= {"took_s": time.perf_counter() - start, "date": datetime.date.today().isoformat()}
             if rank == 0:
                 Path(folder, f"{name}.json").write_text(json.dumps(row))
                 print(world, name, row, flush=True)
@@ -293,7 +293,7 @@ def main() -> int:
     options = parser.parse_args()
     target: Path = options.output
     document: dict = json.loads(target.read_text()) if target.exists() else {"world": {}}
-    document |= {"machine": machine(options.device), "date": datetime.date.today().isoformat(), "quick": options.quick}
+    document |= {"machine": machine(options.device), "quick": options.quick}
     document["command"] = "python benchmarks/scaling.py " + " ".join(sys.argv[1:])
     for world in sorted(options.world):
         rows: dict = document["world"].setdefault(str(world), {})

@@ -277,7 +277,10 @@ class InterpretedKernel:
     def __init__(self, plan: Plan, source: str):
         self.plan, self.source = plan, source
 
-    def __call__(self, arrays: Sequence[Tensor], dims: Sequence[int], T: int, N: int) -> None:
+    def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[Sequence[Tensor], Sequence[int]], None]:
+        return functools.partial(self._run, T, N)
+
+    def _run(self, T: int, N: int, arrays: Sequence[Tensor], dims: Sequence[int]) -> None:
         reads = len(self.plan.reads)
         values, pairs = {}, iter(zip(dims[::2], dims[1::2], strict=True))
         for a, tensor in zip(self.plan.reads, arrays, strict=False):

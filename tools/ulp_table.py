@@ -142,7 +142,8 @@ def kernel(name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
 
     def run(*args: Tensor) -> Tensor:
         out = torch.empty_like(args[0])
-        loaded([*(a.contiguous() for a in args), out], [], 1, out.numel())
+        arrays = [*(a.contiguous() for a in args), out]
+        loaded.bind([True] * len(arrays), 1, out.numel())(arrays, [])
         return out
 
     return run
