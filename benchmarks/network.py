@@ -165,6 +165,7 @@ def prepared(name: str, x: Tensor, labels: Tensor) -> tuple[dict, Callable[[], T
     step()
     torch.cuda.synchronize()
     row = {"peak_mib": (torch.cuda.max_memory_allocated() - others) / 2**20, "first_steps_s": first, "losses": losses}
+    row["date"] = datetime.date.today().isoformat()
     if compiled is not None:
         row["graph_breaks"] = dict(torch._dynamo.utils.counters["graph_break"])
         row["cudagraph_skips"] = torch._dynamo.utils.counters["inductor"].get("cudagraph_skips", 0)
@@ -195,7 +196,7 @@ def main() -> None:
     options = parser.parse_args()
     target = Path(options.output)
     document: dict = json.loads(target.read_text()) if target.exists() else {"T": {}}  # rows that are not measured again stay
-    document |= {"machine": machine(), "date": datetime.date.today().isoformat(), "batch": BATCH}
+    document |= {"machine": machine(), "batch": BATCH}
     torch.backends.cudnn.benchmark = False
     torch._dynamo.config.recompile_limit = 2 * len(RUNS)  # to Dynamo they are one function
     for T in options.steps:
@@ -213,7 +214,7 @@ def main() -> None:
                 except Exception:  # a peer may fail in any way: the report says how
                     if not peers_turn:
                         raise
-                    rows[name] = {"failed": traceback.format_exc()[-1500:]}
+                    rows[name] = {"failed": traceback.format_exc()[-1500:], "date": datetime.date.today().isoformat()}
                     print(T, name, rows[name]["failed"], flush=True)
             for name, times in in_turns(steps, options.rounds).items():
                 rows[name] |= {"ms": statistics.median(times), "rounds_ms": times}

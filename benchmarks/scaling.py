@@ -278,7 +278,7 @@ def add_efficiency(document: dict) -> None:
     for rows in document["world"].values():
         for name, row in rows.items():
             alone = document["world"].get("1", {}).get(name, {})
-            if "ms" in row and "ms" in alone:
+            if "ms" in row and "ms" in alone and row["date"] == alone["date"]:
                 row["of_one"] = row["samples_per_s_per_process"] / alone["samples_per_s_per_process"]
 
 

@@ -140,19 +140,20 @@ def measured_table() -> list[str]:
         ]
     document, name = newest("scaling_2*.json")
     m = document["machine"]
-    lines = [f"From `benchmarks/results/{name}` ({document['date']}; {m.get('gpu', 'CPU')}, PyTorch {m['torch']}, Python {m['python']}, NCCL"
-             f" {m.get('nccl', '-')}, NVLink multicast off). Gradients agreed with one process before timing.", ""]  # fmt: skip
-    lines += ["| workload | GPUs | ms per step | without reduction, ms | samples/s per GPU | of one GPU | all-reduce, GB/s per link |"]
-    lines += ["| --- " * 7 + "|"]
+    lines = [f"From `benchmarks/results/{name}` ({m.get('gpu', 'CPU')}, PyTorch {m['torch']}, Python {m['python']}, NCCL"
+             f" {m.get('nccl', '-')}, NVLink multicast off). Gradients agreed with one process before timing. Each row is beside one GPU of"
+             " the same day. Until 2026-11-22 the benchmark kept gradients from step to step, to be zeroed and added to.", ""]  # fmt: skip
+    lines += ["| workload | GPUs | ms per step | without reduction, ms | samples/s per GPU | of one GPU | all-reduce, GB/s per link | measured |"]
+    lines += ["| --- " * 8 + "|"]
     for world, rows in document["world"].items():
         for workload, row in rows.items():
             if "ms" not in row:
-                lines.append(f"| {workload} | {world} | fails | | | | |")
+                lines.append(f"| {workload} | {world} | fails | | | | | |")
                 continue
             bare, rate = row.get("ms_without_reduction"), row.get("bus_bytes_per_s")
             lines.append(
                 f"| {workload} | {world} | {row['ms']:.2f} | {'' if bare is None else f'{bare:.2f}'} | {row['samples_per_s_per_process']:.0f} |"
-                f" {row.get('of_one', float('nan')):.1%} | {'' if rate is None else f'{rate / 1e9:.0f}'} |"
+                f" {row.get('of_one', float('nan')):.1%} | {'' if rate is None else f'{rate / 1e9:.0f}'} | {row['date']} |"
             )
     return lines
 
@@ -214,8 +215,7 @@ The batch per GPU that fits bounds how far the reduction can be hidden: exposed 
 
 ## Measured
 
-The model above leaves out what DDP itself costs (the column "without reduction" against one GPU: gradients are added to buckets and
-divided) and what NCCL's kernels take from a backward that they run beside; measured numbers are lower where these weigh.
+The model above leaves out what DDP itself costs (the column "without reduction" against one GPU: gradients are copied into buckets) and what NCCL's kernels take from a backward that they run beside; measured numbers are lower where these weigh.
 
 {measured}
 """

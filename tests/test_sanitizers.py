@@ -107,9 +107,9 @@ made_plan = tiny_plan(0.5)
 kernel = launch_cpp.load(made_plan, render_cpp.render(made_plan))
 x, v, final, y = guarded((3, 5)), guarded(5), guarded(5), guarded((3, 5))
 arrays = [{"x0": x, "v0": v}[a.role] for a in made_plan.reads] + [{"v0": final, "y0": y}[a.role] for a in made_plan.writes]
-kernel(arrays, [], 3, 5)
+kernel.bind([True] * 4, 3, 5)(arrays, [])
 print("in bounds", flush=True)
-kernel(arrays, [], 3, 5 + %d)
+kernel.bind([True] * 4, 3, 5 + %d)(arrays, [])
 """
 
 
