@@ -59,11 +59,21 @@ def main() -> None:
         ' `mode="reduce-overhead"`); times are medians over rounds; where a ratio is asked, it is the median of the ratios of each round. With CUDA graphs, memory in their pool is not counted by PyTorch\'s peak.',
     ]
     for T, rows in d["T"].items():
-        lines += ["", f"## T = {T}", "", "| network | ms per step | over its floor | peak MiB | measured |", "| --- | --- | --- | --- | --- |"]
+        lines += [
+            "",
+            f"## T = {T}",
+            "",
+            "| network | ms per step | over its floor | peak MiB | measured |",
+            "| --- | --- | --- | --- | --- |",
+        ]
         for name in [n for n in NAMES if n in rows]:
             mark = "" if rows[name].get("rounds_ms") or "failed" in rows[name] else " †"
             lines.append(f"| {NAMES[name]}{mark} | {cell(rows[name], rows[floor(name)], ASKED.get((name, T)))} | {rows[name]['date']} |")
-        memory = {n: rows[n]["peak_mib"] / rows["relu_compiled"]["peak_mib"] for n in ("flexsn_compiled", "flexsn_stateless_compiled") if n in rows}
+        memory = {
+            n: rows[n]["peak_mib"] / rows["relu_compiled"]["peak_mib"]
+            for n in ("flexsn_compiled", "flexsn_stateless_compiled")
+            if n in rows
+        }
         found = ", ".join(f"{NAMES[n]}, {m:.2f}x ({'met' if m <= ASKED_MEMORY else '**missed**'})" for n, m in memory.items())
         check = rows["check"]
         lines += [
