@@ -12,10 +12,10 @@ import warnings
 
 import torch
 
-from ._version import __version__
+from ._version import TESTED_TORCH, __version__
 from .errors import BackendUnavailableError, InterfaceWarning
 
-KNOWN = "2.11 to 2.13"  # versions of PyTorch in which all of these were seen
+KNOWN = " to ".join(TESTED_TORCH)  # versions of PyTorch in which all of these were seen
 
 INTERFACES = {
     "fused kernels": (
