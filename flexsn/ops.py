@@ -173,11 +173,8 @@ def _kinds(tensors: Sequence[Tensor | None]) -> tuple:
     return tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
 
 
-_NONE: dict[str, Tensor] = {}
-
-
 def _by_role(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
-    return {f"p{k}": p for k, p in enumerate(params)} if params else _NONE  # a package of AOTInductor passes None for an empty list
+    return {f"p{k}": p for k, p in enumerate(params)} if params else {}  # a package of AOTInductor passes None for an empty list
 
 
 Operands = Sequence[Tensor | None]

@@ -246,9 +246,6 @@ def arrays_of(arrays: Sequence[Array], T: int, step: tuple[int, ...], checkpoint
     return [(a.role, (*rows[a.kind], *step), a.storage) for a in arrays]
 
 
-_NONE: dict[str, Tensor] = {}
-
-
 def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Run all T steps.
 
@@ -260,7 +257,7 @@ def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) 
         Outputs, final states and state sequences (`call.results`); checkpoints (`call.saved`).
     """
     launch = call.forward_launch(operands[: call.num_inputs], save, memory_order(operands[0]))
-    written, places = launch(operands, call.program.prologue(statics) if launch.params else _NONE), launch.places
+    written, places = launch(operands, call.program.prologue(statics) if launch.params else {}), launch.places
     results = call.as_returned([written[places[r]] for r in call.results])
     return results, [written[places[r]] for r in call.saved] if save else []
 
@@ -287,7 +284,7 @@ def backward(
     if launch is None:
         return [None] * call.num_operands, none
     grads = [widen(g, step, leading, order) for g, leading in zip([g for g in cotangents if g is not None], back.leading, strict=True)]
-    written = launch((*operands, *checkpoints, *grads), back.prologue(statics) if launch.params else _NONE)
+    written = launch((*operands, *checkpoints, *grads), back.prologue(statics) if launch.params else {})
     found = [None if place is None else written[place] for place in back.places]
     if not any(back.statics):
         return found, none
