@@ -145,8 +145,9 @@ def _saved(ctx, call: run.Call) -> tuple[Tensor, ...]:
             raise
     raise FreedGraphError(
         "backward through the graph a second time: an earlier backward freed what this call had saved", core=call.program.sig.core,
-        hint="States carried over from an earlier call still belong to its graph: call `flexsn.reset_net(model)` before each sample, or "
-        "`flexsn.detach_states(model)` between pieces of one. To differentiate one loss twice: `retain_graph=True` the first time.",
+        hint="States carried over from an earlier call still belong to its graph: call `flexsn.reset_net(model)` before each sample (or "
+        "make neurons with `stateful=False`), or `flexsn.detach_states(model)` between pieces of one. To differentiate one loss twice: "
+        "`retain_graph=True` the first time.",
     )  # fmt: skip
 
 
