@@ -152,10 +152,19 @@ def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
     return grad * torch.addcmul(bent, x * torch.sigmoid(x), _one_less_square(bent))
 
 
+@_own("gelu.default")
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return x * (0.5 * torch.erfc(x * -math.sqrt(0.5)))  # 1 + erf would cancel where x is negative
+    beta, kappa, cube = math.sqrt(2 / math.pi), 0.044715, x * x * x
+    inner = torch.add(x, cube, alpha=kappa) if x.device.type == "cuda" else x + kappa * cube  # nvcc contracts
+    return 0.5 * x * (1 + torch.tanh(beta * inner))
+
+
 @_own("gelu_backward.default")
 def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
     if approximate == "none":
-        below = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        below = 0.5 * torch.erfc(x * -math.sqrt(0.5))
         density = torch.exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
         return grad * torch.addcmul(below, x, density)
     beta, kappa = math.sqrt(2 / math.pi), 0.044715

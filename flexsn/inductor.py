@@ -12,16 +12,20 @@ from typing import Any
 import torch
 
 
+LEAST = 4 << 20  # bytes: less is not made a second time
+
+
 def remade(tensor: torch.Tensor) -> torch.Tensor:
     """An input of a neuron, as its backward takes it in a compiled graph.
 
     The partitioner of AOTAutograd saves whatever an opaque operator of the backward reads, also what one pointwise pass
     makes from tensors that are saved anyway (a batch norm from the output of its convolution). Two negations in the
-    backward graph, which no pass removes, give it something to fuse that recomputation with.
+    backward graph, which no pass removes, give it something to fuse that recomputation with. Where little is saved by it, it is
+    left alone: one more launch costs the host more.
     """
     from torch.fx import traceback  # 2.11, 2.13
 
-    if not (traceback.has_preserved_node_meta() and tensor.is_floating_point() and _made_pointwise(tensor)):
+    if not (traceback.has_preserved_node_meta() and tensor.is_floating_point() and _made_pointwise(tensor)) or _small(tensor):
         return tensor
     before = traceback.current_meta.get("partitioner_tag")
     traceback.current_meta["partitioner_tag"] = "must_be_in_backward"  # it depends on no cotangent
@@ -44,6 +48,11 @@ def _made_pointwise(tensor: torch.Tensor) -> bool:
     while node is not None and _opname(node.target) in _PASSED_THROUGH:
         node = node.args[0]
     return node is not None and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _small(tensor: torch.Tensor) -> bool:
+    """Whether its size is constant, and less than `LEAST` bytes."""
+    return isinstance(tensor.numel(), int) and tensor.nbytes < LEAST
 
 
 def _opname(target: Any) -> str:
@@ -86,7 +95,8 @@ def lower_to_calls(operators: Mapping[Any, tuple[Callable[..., Any], Callable[[]
 
     def in_one_order(node: Any, program: str, inputs: Any, *others: Any) -> tuple[Any, dict[str, Any]]:
         first = in_memory(inputs[0])
-        order = ir.get_stride_order(first.get_stride(), V.graph.sizevars.shape_env)
+        row = ir.get_stride_order(first.get_stride()[1:], V.graph.sizevars.shape_env)
+        order = [len(row), *row]  # steps one after the other, also where a batch of one has the stride of time
 
         def same(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -94,9 +104,9 @@ def lower_to_calls(operators: Mapping[Any, tuple[Callable[..., Any], Callable[[]
             rank = len(value.get_size()) if isinstance(value, ir.TensorBox) else 0
             if rank == len(order):
                 return ir.ExternKernel.require_stride_order(value, order)
-            return ir.ExternKernel.require_stride_order(value, order[1:]) if rank and rank == len(order) - 1 else value
+            return ir.ExternKernel.require_stride_order(value, row) if rank and rank == len(row) else value
 
-        return (program, [first, *same(inputs[1:])], *map(same, others)), {}
+        return (program, [ir.ExternKernel.require_stride_order(first, order), *same(inputs[1:])], *map(same, others)), {}
 
     def strides_asked() -> dict[Any, Any]:
         """Of results of the graph, the strides that they must have; None for any."""

@@ -407,13 +407,15 @@ class FlexSNKernel:
 def _neurons(model: nn.Module) -> list[FlexSN]:
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"takes a module, not a {type(model).__name__}", hint="Hold the modules in a `torch.nn.ModuleList`.")
-    seen: dict[nn.Module, None] = {model: None}  # `model.modules()` also makes names, as long as several kernels take
-    ahead = [model]
-    while ahead:
-        children = [m for m in ahead.pop()._modules.values() if m is not None and m not in seen]
-        seen.update(dict.fromkeys(children))
-        ahead += children
-    return [module for module in seen if isinstance(module, FlexSN)]
+    seen, ahead, found = {model}, [model], []  # `model.modules()` also makes names, as long as several kernels take
+    for module in ahead:
+        if isinstance(module, FlexSN):
+            found.append(module)
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                ahead.append(child)
+    return found
 
 
 def reset_net(model: nn.Module) -> None:

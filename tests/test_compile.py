@@ -17,10 +17,11 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn.utils import parametrize
 
 import flexsn
-from flexsn import FlexSN, ops
+from flexsn import FlexSN, inductor, ops
 from flexsn.errors import BackendError, FallbackWarning, NotElementwiseError
 
 # PyTorch's own: Dynamo looks at `.grad` of every tensor that goes into a graph; its `scan` imports TorchScript
@@ -311,7 +312,6 @@ def convolutions():
 def test_memory_lies_as_convolutions_choose(layout):
     """Inductor lets them have channels last; then so do the neurons between them, without copies."""
     from torch._inductor import config
-    from torch._inductor.utils import run_and_get_code
 
     x = torch.randn(4 * 2, 3, 8, 8).to(memory_format=layout).unflatten(0, (4, 2))
     eager, net = convolutions().to(memory_format=layout), convolutions().to(memory_format=layout)
@@ -347,6 +347,30 @@ def vgg():
         PerStep(nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6)), FlexSN(lif, 1, 1, params=[torch.tensor(2.0), torch.tensor(0.5)]),
         PerStep(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_backward_of_pooling_gives_memory_in_the_order_of_its_dims(batch):
+    """A batch of one has the stride of time: which of the two is the outer dim cannot be read from strides."""
+    torch.manual_seed(0)
+    net = nn.Sequential(PerStep(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)), flexsn.LIF(), PerStep(nn.MaxPool2d(2)))
+    with fresh_cache():
+        assert_compiles(net, (torch.randn(4, batch, 2, 2, 2),), backend="inductor", tolerance={"rtol": 1e-4, "atol": 1e-4})
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_large_inputs_are_made_again_in_the_backward(monkeypatch, large):
+    """What comes out of a batch norm is computed twice, not saved, if it is large."""
+    if large:
+        monkeypatch.setattr(inductor, "LEAST", 0)
+    torch.manual_seed(0)
+    net = nn.Sequential(PerStep(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)), flexsn.LIF())
+    x, want = torch.randn(4, 2, 2, 4, 4), copy.deepcopy(net)
+    compiled = torch.compile(net, fullgraph=True)
+    with fresh_cache():  # which knows nothing of `LEAST`
+        grads, (_, backward) = run_and_get_code(lambda: torch.autograd.grad(compiled(x).square().sum(), list(net.parameters())))
+    assert (".neg()" in backward) == large
+    assert_close(grads, torch.autograd.grad(want(x).square().sum(), list(want.parameters())), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -727,7 +751,6 @@ def test_inductor_with_dynamic_sizes():
 @pytest.mark.parametrize("strided", [False, True])
 def test_generated_code_finds_a_launch_once(dynamic, strided, monkeypatch):
     """Where sizes are constants, at the first call from each line; operands that lie otherwise are laid out in every call."""
-    from torch._inductor.utils import run_and_get_code
 
     def operands(seed, T=5):
         x = torch.randn(T, 4, 6, generator=torch.Generator().manual_seed(seed))
