@@ -4,7 +4,7 @@
 
 Needs a GPU and, for the peers, SpikingJelly 2.0.0. Every network has the same weights; a step is forward, loss, backward
 and SGD on [T, 128, 3, 32, 32] noise. Time: the networks run in turns of a few steps, synchronised, since the speed of a
-shared host changes from second to second; the median over rounds. Memory: the peak of a step.
+shared host changes from second to second; the median over rounds. Peers follow, one by one. Memory: the peak of a step.
 """
 
 from __future__ import annotations
@@ -206,13 +206,14 @@ def main() -> None:
         rows["check"] = check(x[:, :16])
         torch._dynamo.reset()
         chosen = [n for n in options.only if RUNS[n][0] in NEURONS]
-        for peers_turn in (False, True):  # peers after all others: their own hooks and failures may slow what follows
+        ours, others = [n for n in chosen if not n.startswith("sj")], [n for n in chosen if n.startswith("sj")]
+        for group in (ours, *[[n] for n in others]):  # peers last, one by one: their hooks and failures may slow what follows
             steps = {}
-            for name in [n for n in chosen if n.startswith("sj") == peers_turn]:
+            for name in group:
                 try:
                     rows[name], steps[name] = prepared(name, x, labels)
                 except Exception:  # a peer may fail in any way: the report says how
-                    if not peers_turn:
+                    if group is ours:
                         raise
                     rows[name] = {"failed": traceback.format_exc()[-1500:], "date": datetime.date.today().isoformat()}
                     print(T, name, rows[name]["failed"], flush=True)

@@ -119,8 +119,9 @@ def loss_of(call: Callable, net: nn.Module, x: Tensor, autocast: bool) -> Tensor
 
 
 def parallel(net: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """Running statistics are not broadcast: training reads none, and those of rank 0, which are saved, are its own either way."""
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(net, device_ids=ids, gradient_as_bucket_view=True, static_graph=True)
+    return DistributedDataParallel(net, device_ids=ids, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
 
 
 # --- right before fast ----------------------------------------------------------------------------------------------------------

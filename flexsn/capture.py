@@ -23,7 +23,8 @@ from torch import Tensor, fx
 
 from . import _compat
 from .errors import SideEffectError
-from .record import Recorder, ValueReads, run_refusing
+from .record import Recorder
+from .refuse import ValueReads, run_refusing
 from .signature import Signature, check_returns, check_values
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-
-LEAST = 4 << 20  # bytes: less is not made a second time
+LEAST = (8 << 20) + 1  # bytes: less is not made a second time
 
 
 def remade(tensor: torch.Tensor) -> torch.Tensor:

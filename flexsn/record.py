@@ -1,36 +1,32 @@
-"""The dispatch mode that writes down what a core does, op by op, and refuses what a replay would get wrong."""
+"""The dispatch mode that writes down what a core does, op by op; `refuse.py` has what it cannot."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
 
 from . import _compat
 from .decompose import decomposition
 from .errors import (
     CapturedMutationError,
-    ControlFlowError,
     CoreError,
     FlexSNError,
     InPlaceError,
     NotElementwiseError,
     OperandMutationError,
     ParamGradientError,
-    RandomOpError,
-    ScalarReadError,
     UnsupportedOpError,
     UnsupportedValueError,
 )
 from .linear import LINEAR, PRODUCTS, addends, is_linear, most_moving
 from .lower import RULES
+from .refuse import Refusing, op_name
 from .signature import DTYPES, Signature, dtype_hint
-from .tape import Tape, getitem, run_core
+from .tape import getitem
 
 aten = torch.ops.aten
 
@@ -48,13 +44,6 @@ _LAYOUT = {
     "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
 }  # fmt: skip
 
-_VALUE_READS = {
-    "item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__", "__repr__",
-}  # fmt: skip
-_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
-_TO_COMPUTE = "Keep it a tensor: 0-dimensional tensors broadcast like numbers."
-_TO_SHOW = "To look at a state at every step, ask for `store_state_seqs=True`; return any other value as one more output."
 _NEEDS_NO_STATE = "A kernel handles each neuron by itself: do this outside the core, or on params only."
 _NEEDS_A_STATE = (
     "A kernel handles each neuron by itself: do this outside the core, on its outputs. What the next step needs of it, no kernel "
@@ -62,94 +51,23 @@ _NEEDS_A_STATE = (
 )
 
 
-def run_refusing(core: Callable, operands: list[Tensor], recorder: Recorder) -> Any:
-    """`run_core`, but no refusal is lost in a `try` of the core."""
-    try:
-        returned = run_core(core, operands)
-    except Exception as error:  # whatever the core makes of a refusal; raised again
-        if recorder.refused in (None, error):
-            raise
-        raise recorder.refused from error
-    recorder.raise_refusals()
-    return returned
-
-
-class ValueReads(TorchFunctionMode):
-    """Catches what never reaches the dispatcher: `.tolist()`, `.numpy()`, and tells `if t:` from `.item()`."""
-
-    def __init__(self, recorder: Recorder):
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if name in _VALUE_READS and args and isinstance(args[0], Tensor):
-            with self.recorder.remembering():
-                self.recorder.refuse_read(name, args[0])
-        if func in _AUTOGRAD:
-            with self.recorder.remembering():
-                return self.recorder.differentiating(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-class Recorder(Tape, _compat.TorchDispatchMode):
+class Recorder(Refusing, _compat.TorchDispatchMode):
     def __init__(self, sig: Signature, fake: Any, device: torch.device, captured: dict[str, Tensor], vjp: bool):
         super().__init__(sig, fake, device, captured)
         self.vjp = vjp
-        self.error: FlexSNError | None = None  # to be raised after the core ran
-        self.refused: FlexSNError | None = None  # was raised inside the core, which may have caught it
-        self.user_op: Any = None  # the op the user wrote, while it is being decomposed
         self.in_backward = False
         self.cotangents: set[fx.Node | None] = set()
-
-    # --- refusals -----------------------------------------------------------------------------------------------------
-    def raise_refusals(self) -> None:
-        for error in (self.refused, self.error):
-            if error is not None:
-                raise error
-
-    def refuse_read(self, how: str, tensor: Tensor) -> None:
-        node = self.node_of(tensor)
-        what = "a time-dependent tensor" if node.meta["kind"] == "step" else f"tensor `{node.meta.get('role', node.name)}`"
-        if "uniform" in node.meta:
-            return
-        if how in _CONTROL_FLOW:
-            raise ControlFlowError(
-                f"Python control flow depends on the value of {what}", core=self.sig.core, line=self.line(),
-                hint="Use `torch.where(condition, a, b)`, which decides neuron by neuron.",
-            )  # fmt: skip
-        call = how.removeprefix("aten::")
-        raise ScalarReadError(
-            f"`{call}` reads the value of {what} into Python, where it would be frozen into the kernel", core=self.sig.core,
-            line=self.line(), hint=_TO_SHOW if call in ("__repr__", "__format__") else _TO_COMPUTE,
-        )  # fmt: skip
-
-    def differentiating(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """`torch.autograd` called by the core: operands require no grad here, whatever they do outside."""
-        try:
-            return func(*args, **kwargs)
-        except FlexSNError:
-            raise
-        except RuntimeError as error:
-            raise UnsupportedOpError(
-                f"differentiates by `{func.__name__}` inside the core: {error}", core=self.sig.core, line=self.line(),
-                hint="Write the derivative out, or put it in the backward of a `torch.autograd.Function`.",
-            ) from None  # fmt: skip
-
-    def refuse_random(self, func: Any) -> None:
-        raise RandomOpError(
-            f"draws random numbers (`{_name(func)}`)", core=self.sig.core, line=self.line(),
-            hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",
-        )  # fmt: skip
 
     def poison(self, func: Any, nodes: Sequence[fx.Node]) -> None:
         """Remember that `func` mixes neurons; raised after the core ran, so that a later `if` can be named instead."""
         op = self.user_op or func
         if torch.Tag.pointwise in op.tags:
-            error: FlexSNError = UnsupportedOpError(f"`{_name(op)}` has no rule in the closed op set", core=self.sig.core, line=self.line())
+            error: FlexSNError = UnsupportedOpError(
+                f"`{op_name(op)}` has no rule in the closed op set", core=self.sig.core, line=self.line()
+            )
         else:
             error = NotElementwiseError(
-                f"`{_name(op)}` is not elementwise, but its operand depends on time", core=self.sig.core, line=self.line(),
+                f"`{op_name(op)}` is not elementwise, but its operand depends on time", core=self.sig.core, line=self.line(),
                 hint=_NEEDS_A_STATE if self.states_behind(nodes) else _NEEDS_NO_STATE,
             )  # fmt: skip
         if self.in_backward:
@@ -157,16 +75,6 @@ class Recorder(Tape, _compat.TorchDispatchMode):
         self.error = self.error or error
 
     # --- the dispatcher calls here for every op -----------------------------------------------------------------------
-    @contextlib.contextmanager
-    def remembering(self) -> Iterator[None]:
-        """Keep the first refusal; what PyTorch itself would raise the core may catch."""
-        try:
-            yield
-        except FlexSNError as error:
-            if not isinstance(error, CoreError) and self.user_op is None:
-                self.refused = self.refused or error
-            raise
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with self.remembering():
             return self.handle(func, args, kwargs or {})
@@ -254,7 +162,7 @@ class Recorder(Tape, _compat.TorchDispatchMode):
         affine = any(not self.moves_or_vanishes(a) for a in addends(name, args))
         if affine or not is_linear(func, nodes, moving):
             raise ParamGradientError(
-                f"the gradient of a param applies `{_name(self.user_op or func)}` to the summed cotangent, and is not known to be linear",
+                f"the gradient of a param applies `{op_name(self.user_op or func)}` to the summed cotangent, and is not known to be linear",
                 core=self.sig.core, line=self.line(),
                 hint="Compute it outside the core, once per call, and pass the result: `params=(f(w),)`.",
             )  # fmt: skip
@@ -280,7 +188,7 @@ class Recorder(Tape, _compat.TorchDispatchMode):
         except InPlaceError:
             if outer is not None:
                 raise
-            message = f"`{_name(func)}` has no rule in the closed op set"
+            message = f"`{op_name(func)}` has no rule in the closed op set"
             raise UnsupportedOpError(message, core=self.sig.core, line=self.user_line) from None
         finally:
             if outer is None:
@@ -290,34 +198,34 @@ class Recorder(Tape, _compat.TorchDispatchMode):
         """`h.mul_(2)` on a tensor that the core made: the functional op, and the tensor now stands for its result."""
         target = args[0] if args else None
         if "out" in kwargs or not isinstance(target, Tensor) or not func._schema.arguments[0].is_write:
-            raise InPlaceError(f"`{_name(func)}` writes into an argument", core=self.sig.core, line=self.line())
+            raise InPlaceError(f"`{op_name(func)}` writes into an argument", core=self.sig.core, line=self.line())
         node = self.node_of(target)
         if node in self.operand_names:
             raise OperandMutationError(
-                f"`{_name(func)}` writes into operand `{self.operand_names[node]}` in place", core=self.sig.core, line=self.line(),
+                f"`{op_name(func)}` writes into operand `{self.operand_names[node]}` in place", core=self.sig.core, line=self.line(),
                 hint="Write `v = v + x`, not `v += x`.",
             )  # fmt: skip
         if id(target) in self.real or node in self.captured_nodes.values():
             raise CapturedMutationError(
-                f"`{_name(func)}` writes into captured tensor `{node.meta['role']}`", core=self.sig.core, line=self.line(),
+                f"`{op_name(func)}` writes into captured tensor `{node.meta['role']}`", core=self.sig.core, line=self.line(),
                 hint="What changes from step to step is a state: take it as an argument and return its new value.",
             )  # fmt: skip
         shared = sum(n is node for _, n in self.tracked.values()) > 1
         if target._is_view() or (shared and not self.vjp) or (self.user_op is not None and self.aliased(target)):
             raise InPlaceError(
-                f"`{_name(func)}` writes into a tensor that has views", core=self.sig.core, line=self.line(),
+                f"`{op_name(func)}` writes into a tensor that has views", core=self.sig.core, line=self.line(),
                 hint="Use the form without the underscore.",
             )  # fmt: skip
         functional = _compat.functional_overload(func)
         if functional is None:
-            raise InPlaceError(f"`{_name(func)}` has no functional form", core=self.sig.core, line=self.line())
+            raise InPlaceError(f"`{op_name(func)}` has no functional form", core=self.sig.core, line=self.line())
         known = set(self.tracked)
         with self:
             result = functional(*args, **kwargs)
             if result.dtype != target.dtype:
                 result = aten._to_copy.default(result, dtype=target.dtype)
             if result.shape != target.shape:
-                raise InPlaceError(f"`{_name(func)}` changes the shape of its target", core=self.sig.core, line=self.line())
+                raise InPlaceError(f"`{op_name(func)}` changes the shape of its target", core=self.sig.core, line=self.line())
         self.tracked[id(target)] = (target, self.tracked[id(result)][1])
         if id(result) not in known:
             del self.tracked[id(result)]  # nobody else holds it: it is no view of the target
@@ -337,7 +245,7 @@ class Recorder(Tape, _compat.TorchDispatchMode):
         node.meta.update(kind=kind, val=val, line=self.line())
         if kind == "step" and isinstance(val, Tensor) and val.dtype not in DTYPES:
             self.error = self.error or UnsupportedValueError(
-                f"`{_name(self.user_op or func)}` gives a {val.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(val.dtype)
+                f"`{op_name(self.user_op or func)}` gives a {val.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(val.dtype)
             )
         if isinstance(val, (tuple, list)):
             for i, part in enumerate(val):
@@ -354,25 +262,19 @@ class Recorder(Tape, _compat.TorchDispatchMode):
             val = func(*fakes[0], **fakes[1])
         except _compat.DYNAMIC_SHAPE_ERRORS:
             raise NotElementwiseError(
-                f"the shape of `{_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line()
+                f"the shape of `{op_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line()
             ) from None
         except RuntimeError as error:
             if _compat.lacks_fake(func, error):
                 raise self.error or self.untraceable(func) from None
             # what eager would say too: shapes that do not broadcast, dtypes that do not mix
-            raise CoreError(f"`{_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
+            raise CoreError(f"`{op_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
         if isinstance(val, Tensor) and val.device.type == "meta" != self.device.type:
             raise UnsupportedOpError(
-                f"`{_name(self.user_op or func)}` gives a tensor on the meta device, where it has no values", core=self.sig.core,
+                f"`{op_name(self.user_op or func)}` gives a tensor on the meta device, where it has no values", core=self.sig.core,
                 line=self.line(),
             )  # fmt: skip
         return val
-
-    def untraceable(self, func) -> FlexSNError:
-        return UnsupportedOpError(
-            f"`{_name(self.user_op or func)}` cannot be traced: it has no fake kernel that takes these operands", core=self.sig.core,
-            line=self.line(), hint="Do this outside the core, or register one (`torch.library.register_fake`).",
-        )  # fmt: skip
 
     # --- the VJP ------------------------------------------------------------------------------------------------------
     def differentiate(self, values: Sequence[Tensor], operands: list[Tensor], cotangents: list[fx.Node | None]) -> list[fx.Node | None]:
@@ -436,10 +338,6 @@ def _behind(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
 def _is_nil(node: fx.Node) -> bool:
     """Whether a static part of a gradient is zero, or NaN: what a gradient that is zero by construction leads to."""
     return node.meta.get("uniform") == 0 or "nil" in node.meta
-
-
-def _name(func: Any) -> str:
-    return str(func).removeprefix("aten.").rpartition(".")[0] or str(func)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

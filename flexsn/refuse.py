@@ -1,0 +1,128 @@
+"""What a recording refuses: values read into Python, control flow on them, random numbers; raised also if the core catches it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .errors import ControlFlowError, CoreError, FlexSNError, RandomOpError, ScalarReadError, UnsupportedOpError
+from .tape import Tape, run_core
+
+_VALUE_READS = {
+    "item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__", "__repr__",
+}  # fmt: skip
+_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
+_TO_COMPUTE = "Keep it a tensor: 0-dimensional tensors broadcast like numbers."
+_TO_SHOW = "To look at a state at every step, ask for `store_state_seqs=True`; return any other value as one more output."
+
+
+class Refusing(Tape):
+    """A tape that refuses what a replay would get wrong.
+
+    Attributes:
+        error: to be raised after the core ran.
+        refused: was raised inside the core, which may have caught it.
+        user_op: the op that the user wrote, while it is being decomposed.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.error: FlexSNError | None = None
+        self.refused: FlexSNError | None = None
+        self.user_op: Any = None
+
+    def raise_refusals(self) -> None:
+        for error in (self.refused, self.error):
+            if error is not None:
+                raise error
+
+    def refuse_read(self, how: str, tensor: Tensor) -> None:
+        node = self.node_of(tensor)
+        what = "a time-dependent tensor" if node.meta["kind"] == "step" else f"tensor `{node.meta.get('role', node.name)}`"
+        if "uniform" in node.meta:
+            return
+        if how in _CONTROL_FLOW:
+            raise ControlFlowError(
+                f"Python control flow depends on the value of {what}", core=self.sig.core, line=self.line(),
+                hint="Use `torch.where(condition, a, b)`, which decides neuron by neuron.",
+            )  # fmt: skip
+        call = how.removeprefix("aten::")
+        raise ScalarReadError(
+            f"`{call}` reads the value of {what} into Python, where it would be frozen into the kernel", core=self.sig.core,
+            line=self.line(), hint=_TO_SHOW if call in ("__repr__", "__format__") else _TO_COMPUTE,
+        )  # fmt: skip
+
+    def differentiating(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """`torch.autograd` called by the core: operands require no grad here, whatever they do outside."""
+        try:
+            return func(*args, **kwargs)
+        except FlexSNError:
+            raise
+        except RuntimeError as error:
+            raise UnsupportedOpError(
+                f"differentiates by `{func.__name__}` inside the core: {error}", core=self.sig.core, line=self.line(),
+                hint="Write the derivative out, or put it in the backward of a `torch.autograd.Function`.",
+            ) from None  # fmt: skip
+
+    def refuse_random(self, func: Any) -> None:
+        raise RandomOpError(
+            f"draws random numbers (`{op_name(func)}`)", core=self.sig.core, line=self.line(),
+            hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Keep the first refusal; what PyTorch itself would raise the core may catch."""
+        try:
+            yield
+        except FlexSNError as error:
+            if not isinstance(error, CoreError) and self.user_op is None:
+                self.refused = self.refused or error
+            raise
+
+    def untraceable(self, func) -> FlexSNError:
+        return UnsupportedOpError(
+            f"`{op_name(self.user_op or func)}` cannot be traced: it has no fake kernel that takes these operands", core=self.sig.core,
+            line=self.line(), hint="Do this outside the core, or register one (`torch.library.register_fake`).",
+        )  # fmt: skip
+
+
+def run_refusing(core: Callable, operands: list[Tensor], recorder: Refusing) -> Any:
+    """`run_core`, but no refusal is lost in a `try` of the core."""
+    try:
+        returned = run_core(core, operands)
+    except Exception as error:  # whatever the core makes of a refusal; raised again
+        if recorder.refused in (None, error):
+            raise
+        raise recorder.refused from error
+    recorder.raise_refusals()
+    return returned
+
+
+class ValueReads(TorchFunctionMode):
+    """Catches what never reaches the dispatcher: `.tolist()`, `.numpy()`, and tells `if t:` from `.item()`."""
+
+    def __init__(self, recorder: Refusing):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _VALUE_READS and args and isinstance(args[0], Tensor):
+            with self.recorder.remembering():
+                self.recorder.refuse_read(name, args[0])
+        if func in _AUTOGRAD:
+            with self.recorder.remembering():
+                return self.recorder.differentiating(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def op_name(func: Any) -> str:
+    """`add.Tensor` is `add`."""
+    return str(func).removeprefix("aten.").rpartition(".")[0] or str(func)
