@@ -142,7 +142,7 @@ def measured_table() -> list[str]:
     m = document["machine"]
     lines = [f"From `benchmarks/results/{name}` ({m.get('gpu', 'CPU')}, PyTorch {m['torch']}, Python {m['python']}, NCCL"
              f" {m.get('nccl', '-')}, NVLink multicast off). Gradients agreed with one process before timing. Each row is beside one GPU of"
-             " the same day. Until 2026-11-22 the benchmark kept gradients from step to step, to be zeroed and added to.", ""]  # fmt: skip
+             " the same day.", ""]  # fmt: skip
     lines += [
         "| workload | GPUs | ms per step | without reduction, ms | samples/s per GPU | of one GPU | all-reduce, GB/s per link | measured |"
     ]
