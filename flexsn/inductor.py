@@ -11,20 +11,17 @@ from typing import Any
 
 import torch
 
-LEAST = (8 << 20) + 1  # bytes: less is not made a second time
-
 
 def remade(tensor: torch.Tensor) -> torch.Tensor:
     """An input of a neuron, as its backward takes it in a compiled graph.
 
     The partitioner of AOTAutograd saves whatever an opaque operator of the backward reads, also what one pointwise pass
     makes from tensors that are saved anyway (a batch norm from the output of its convolution). Two negations in the
-    backward graph, which no pass removes, give it something to fuse that recomputation with. Where little is saved by it, it is
-    left alone: one more launch costs the host more.
+    backward graph, which no pass removes, give it something to fuse that recomputation with.
     """
     from torch.fx import traceback  # 2.11, 2.13
 
-    if not (traceback.has_preserved_node_meta() and tensor.is_floating_point() and _made_pointwise(tensor)) or _small(tensor):
+    if not (traceback.has_preserved_node_meta() and tensor.is_floating_point() and _made_pointwise(tensor)):
         return tensor
     before = traceback.current_meta.get("partitioner_tag")
     traceback.current_meta["partitioner_tag"] = "must_be_in_backward"  # it depends on no cotangent
@@ -47,11 +44,6 @@ def _made_pointwise(tensor: torch.Tensor) -> bool:
     while node is not None and _opname(node.target) in _PASSED_THROUGH:
         node = node.args[0]
     return node is not None and torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _small(tensor: torch.Tensor) -> bool:
-    """Whether its size is constant, and less than `LEAST` bytes."""
-    return isinstance(tensor.numel(), int) and tensor.nbytes < LEAST
 
 
 def _opname(target: Any) -> str:
