@@ -52,6 +52,12 @@ def _opname(target: Any) -> str:
     return schema.name.split("::")[1] if schema is not None else ""
 
 
+def _viewed_outside(node: Any) -> bool:
+    """Whether a view of a result is a result too, which AOTAutograd makes again from it as if it had the strides of the trace."""
+    views = [user for user in node.users if any(r.alias_info for r in getattr(getattr(user.target, "_schema", None), "returns", ()))]
+    return any(any(user.op == "output" for user in view.users) or _viewed_outside(view) for view in views)
+
+
 _PASSED_THROUGH = {"view", "_unsafe_view", "reshape", "convert_element_type", "_to_copy", "clone", "expand", "unsqueeze"}
 
 
@@ -104,7 +110,8 @@ def lower_to_calls(operators: Mapping[Any, tuple[Callable[..., Any], Callable[[]
         return V.graph.user_visible_output_strides  # 2.11, 2.13
 
     def keep(x: Any) -> Any:
-        strides_asked()[V.current_node] = None
+        if not _viewed_outside(V.current_node):
+            strides_asked()[V.current_node] = None
         return x
 
     class KernelCall(ir.FallbackKernel):

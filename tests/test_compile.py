@@ -331,6 +331,30 @@ def test_memory_lies_as_convolutions_choose(layout):
     assert "(2, 8, 8, 8), (512, 64, 8, 1)" not in code[0], "a final state is copied into the order of its dims"
 
 
+class WithState(nn.Module):
+    """Spikes, and a view of the state that is carried."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = convolutions()
+
+    def forward(self, x):
+        return self.net(x), self.net[1].states[0].flatten(1)
+
+
+def test_a_view_of_a_carried_state_is_a_result_too():
+    from torch._inductor import config
+
+    x, net = torch.randn(4, 2, 3, 8, 8), WithState()
+    eager = copy.deepcopy(net)
+    with config.patch(force_layout_optimization=True), fresh_cache():
+        compiled = torch.compile(net, fullgraph=True)
+        for _ in range(2):
+            for got, want in zip(compiled(x), eager(x), strict=True):
+                assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert_close(net.net[1].states[0], eager.net[1].states[0], rtol=1e-4, atol=1e-4)
+
+
 class Residual(nn.Module):
     def __init__(self, channels):
         super().__init__()
