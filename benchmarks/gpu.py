@@ -152,21 +152,30 @@ def measure_store() -> dict:
 # --- whole calls -----------------------------------------------------------------------------------------------------------------
 def wall(call: Callable[[], object], seconds: float = 0.5) -> float:
     """Median milliseconds of a call in batches of calls, the GPU synchronised after each batch."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    batch = max(1, min(100, int(0.02 / (time.perf_counter() - start))))
-    samples, end = [], time.perf_counter() + seconds
-    while time.perf_counter() < end or len(samples) < 3:
-        start = time.perf_counter()
-        for _ in range(batch):
+    return in_turns({"": call}, seconds)[""]
+
+
+def in_turns(calls: dict[str, Callable[[], object]], seconds: float = 0.5) -> dict[str, float]:
+    """As `wall`, of several calls, their batches in turns: the clock of a host changes from second to second."""
+    batches = {}
+    for name, call in calls.items():
+        for _ in range(3):
             call()
         torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) / batch * 1e3)
-    return statistics.median(samples)
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        batches[name] = max(1, min(100, int(0.02 / (time.perf_counter() - start))))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.perf_counter() + seconds * len(calls)
+    while time.perf_counter() < end or len(samples[name]) < 3:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(batches[name]):
+                call()
+            torch.cuda.synchronize()
+            samples[name].append((time.perf_counter() - start) / batches[name] * 1e3)
+    return {name: statistics.median(found) for name, found in samples.items()}
 
 
 def graphed(call: Callable[[], object]) -> Callable[[], None]:
@@ -187,9 +196,12 @@ def operands(neuron: Neuron, T: int, N: int, dtype: torch.dtype = F32) -> tuple[
     return inputs, [torch.randn(T, N, device="cuda").to(dtype) for _ in range(neuron.outputs)]
 
 
-def steps(neuron: Neuron, inputs: list[Tensor], cotangents: list[Tensor], run: candidates.Run | None = None) -> tuple[Callable, Callable]:
-    """One inference and one training step, through a `FlexSN` module or a peer."""
-    layer = flexsn.FlexSN(neuron.core, num_states=len(neuron.rest), strict=True)
+def steps(
+    neuron: Neuron, inputs: list[Tensor], cotangents: list[Tensor], run: candidates.Run | None = None, layer: flexsn.FlexSN | None = None,
+) -> tuple[Callable, Callable]:  # fmt: skip
+    """One inference and one training step, through a module of flexsn's (by default `FlexSN` of the neuron's core) or a peer."""
+    layer = layer or flexsn.FlexSN(neuron.core, num_states=len(neuron.rest), strict=True)
+    own = list(layer.parameters())
     states = [torch.full(inputs[0].shape[1:], value, device="cuda", dtype=inputs[0].dtype) for value in neuron.rest]
 
     def whole(xs):
@@ -207,7 +219,7 @@ def steps(neuron: Neuron, inputs: list[Tensor], cotangents: list[Tensor], run: c
 
     def training():
         ys = whole(leaves)
-        return ys, torch.autograd.grad(ys, leaves, cotangents)
+        return ys, torch.autograd.grad(ys, [*leaves, *own], cotangents)
 
     return inference, training
 
@@ -229,9 +241,16 @@ def measure_calls() -> dict:
     for T, N in ((4, 1024), (32, 802_816), (96, 32_768), (1024, 16_384)):
         inputs, cotangents = operands(LIF_SIGMOID, T, N)
         inference, training = steps(LIF_SIGMOID, inputs, cotangents)
-        row = {"T": T, "N": N, "inference_ms": wall(inference), "training_ms": wall(training)}
         leaf = inputs[0].detach().clone().requires_grad_()
-        row["function_ms"] = wall(lambda leaf=leaf, gs=cotangents: torch.autograd.grad(Doubled.apply(leaf), leaf, gs))
+        calls: dict[str, Callable[[], object]] = {
+            "inference": inference,
+            "training": training,
+            "function": lambda leaf=leaf, gs=cotangents: torch.autograd.grad(Doubled.apply(leaf), leaf, gs),
+        }
+        if T == 4:
+            for name, layer in (("zoo", flexsn.neurons.LIF()), ("learned", flexsn.neurons.LIF(learn_tau=True))):
+                calls[f"{name}_inference"], calls[f"{name}_training"] = steps(LIF_SIGMOID, inputs, cotangents, layer=layer.cuda())
+        row = {"T": T, "N": N} | {f"{name}_ms": ms for name, ms in in_turns(calls).items()}
         row |= {"inference_graph_ms": wall(graphed(inference)), "training_graph_ms": wall(graphed(training))}
         rows.append(row)
         print("calls:", {k: round(v, 4) for k, v in row.items()}, flush=True)

@@ -117,8 +117,8 @@ def calls(c: dict, p: dict) -> list[str]:
         "## Whole calls",
         "",
         "LIF through `FlexSN`, `reset()` included; wall clock of a call in a loop that is synchronised at its end. At 4 x 1024 the kernels"
-        " take microseconds, so the time is the host's, and differs by machine: beside it stands a training step of an autograd Function"
-        " in Python that does nothing but double its input. Graph: the same call captured once in a CUDA graph and replayed.",
+        " take microseconds, so the time is the host's, and differs by machine: beside it, measured in turns with it, stands a training step of"
+        " an autograd Function in Python that does nothing but double its input. Graph: the same call captured once in a CUDA graph and replayed.",
         "",
         "| T x N | inference, ms | training step, ms | of a bare Function | inference, graph | training step, graph | asked |",
         "|---|---:|---:|---:|---:|---:|---|",
@@ -134,7 +134,11 @@ def calls(c: dict, p: dict) -> list[str]:
             f"| {r['T']} x {r['N']} | {r['inference_ms']:.3f} | {r['training_ms']:.3f} | {r['function_ms']:.3f} |"
             f" {r['inference_graph_ms']:.4f} | {r['training_graph_ms']:.4f} | {asked} |"
         )
+    r = c["rows"][0]
     lines += [
+        "",
+        f"In the same turns at {r['T']} x {r['N']}: `neurons.LIF()` {r['zoo_inference_ms']:.3f} and {r['zoo_training_ms']:.3f} ms,"
+        f" `neurons.LIF(learn_tau=True)` {r['learned_inference_ms']:.3f} and {r['learned_training_ms']:.3f} ms.",
         "",
         "Beside the peers, each warmed up. First calls: seconds of the first inference and training step, compilation included.",
         "",

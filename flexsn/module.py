@@ -211,14 +211,18 @@ class FlexSN(nn.Module):
     def start_dtype(self, *inputs: Tensor) -> torch.dtype:
         """The floating dtype that the inputs and the tensors of this module come to."""
         dtype = inputs[0].dtype
-        for tensor in (*inputs[1:], *self.parameters(), *self.buffers()):
+        own = (*self.parameters(), *self.buffers()) if self._modules else ()  # they are in `params`, `captured` or `core`
+        for tensor in (*inputs[1:], *own):
             dtype = torch.promote_types(dtype, tensor.dtype) if tensor.dim() else dtype
         return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
     def filled(self, values: Sequence[Start], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Numbers as states of one step, of the shape of the inputs together; zeros are None. Tensors stay as they are."""
+        if not any([isinstance(value, Tensor) or value for value in values]):
+            return [None] * len(values)
         steps = [x.shape if self.step_mode == "s" else x.shape[1:] for x in inputs]
-        shape, dtype = torch.broadcast_shapes(*steps), self.start_dtype(*inputs)
+        shape = steps[0] if len(steps) == 1 else torch.broadcast_shapes(*steps)
+        dtype = self.start_dtype(*inputs)
         found: list[Tensor | None] = []
         for value in values:
             if isinstance(value, Tensor):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_OWN = {"flexsn", "flexsn.surrogate", "flexsn.module", "flexsn.scan"}  # taken as they are, as PyTorch is
+_OWN = ("flexsn", "flexsn.surrogate", "flexsn.module", "flexsn.scan", "flexsn.neurons")  # taken as they are, as PyTorch is
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _MISSING = object()
 _MAX_DEPTH = 32
@@ -40,32 +40,15 @@ class _Attributes:
     owner: Any
 
 
-@dataclass(frozen=True)
 class Slot:
     """One place that holds a value: a closure cell, a key of a namespace or container, an attribute of a class or
     function, or (weakly) the core itself."""
 
-    path: str
-    holder: Any
-    key: Any = None
+    __slots__ = ("get", "holder", "key", "path")
 
-    def get(self) -> Any:
-        if isinstance(self.holder, types.CellType):
-            try:
-                return self.holder.cell_contents
-            except ValueError:  # the variable is not bound yet
-                return _MISSING
-        if isinstance(self.holder, weakref.ref):
-            return self.holder()
-        if isinstance(self.holder, dict):
-            return self.holder.get(self.key, _MISSING)
-        if isinstance(self.holder, type):
-            return vars(self.holder).get(self.key, _MISSING)
-        if isinstance(self.holder, _Attributes):
-            return getattr(self.holder.owner, self.key, _MISSING)
-        if isinstance(self.holder, types.FunctionType):
-            return getattr(self.holder, self.key)
-        return self.holder[self.key] if self.key < len(self.holder) else _MISSING
+    def __init__(self, path: str, holder: Any, key: Any = None):
+        self.path, self.holder, self.key = path, holder, key
+        self.get = _reader(holder, key)  # every call of a neuron reads every place: without a Python frame where that can be
 
     def set(self, value: Any) -> None:
         if isinstance(self.holder, types.CellType):
@@ -76,6 +59,34 @@ class Slot:
             setattr(self.holder.owner, self.key, value)
         else:
             self.holder[self.key] = value
+
+
+def _reader(holder: Any, key: Any) -> Callable[[], Any]:
+    """What reads a place: its value, or `_MISSING`."""
+    if isinstance(holder, types.CellType):
+        return functools.partial(_content, holder)
+    if isinstance(holder, weakref.ref):
+        return holder
+    if isinstance(holder, type):
+        return functools.partial(vars(holder).get, key, _MISSING)
+    if isinstance(holder, dict):
+        return functools.partial(holder.get, key, _MISSING)
+    if isinstance(holder, _Attributes):
+        return functools.partial(getattr, holder.owner, key, _MISSING)
+    if isinstance(holder, types.FunctionType):
+        return functools.partial(getattr, holder, key)
+    return functools.partial(_item, holder, key)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable is not bound yet
+        return _MISSING
+
+
+def _item(values: Sequence[Any], place: int) -> Any:
+    return values[place] if place < len(values) else _MISSING
 
 
 def own_of(core: Callable) -> tuple:
@@ -113,7 +124,10 @@ class Reads:
         for slot, seen in self.watched:  # plain loops: every call comes here
             if slot.get() is not seen:
                 return False
-        return all([len(container) == n for container, n in self.sizes])
+        for container, n in self.sizes:
+            if len(container) != n:
+                return False
+        return True
 
     def held(self) -> list[Any]:
         """What every watched place holds now."""
@@ -180,7 +194,8 @@ class _Walker:
     def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
         place = Slot(path, holder, key)
         value = place.get()
-        self.reads.watched.append((place, value))
+        if not isinstance(holder, tuple):  # those do not change
+            self.reads.watched.append((place, value))
         if value is not _MISSING:
             self.visit(path, value, place, depth)
 
@@ -234,7 +249,8 @@ class _Walker:
             self.opaque(path, value)
 
     def names(self, path: str, namespace: Any, names: Sequence[Any], depth: int) -> None:
-        self.reads.sizes.append((namespace, len(namespace)))
+        if not isinstance(namespace, tuple):
+            self.reads.sizes.append((namespace, len(namespace)))
         for name in names:
             self.slot(f"{path}.{name}", namespace, name, depth + 1)
 
@@ -346,7 +362,8 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 def _is_library(module: str) -> bool:
     """Modules whose functions are taken as they are: PyTorch, the standard library and flexsn itself."""
     top = module.partition(".")[0]
-    return (top in sys.stdlib_module_names and top != "__main__") or top in {"torch", "numpy"} or module in _OWN
+    own = module in _OWN or module.startswith("flexsn.neurons.")
+    return own or (top in sys.stdlib_module_names and top != "__main__") or top in {"torch", "numpy"}
 
 
 # Held while cores are looked at, traced or lowered, and while captured objects are swapped: one lock for all of these, so

@@ -137,13 +137,17 @@ class Neuron(FlexSN):
     def start_states(self, *inputs: Tensor) -> list[Tensor | None]:
         if self.initial_states is not None:
             return super().start_states(*inputs)
-        values = [getattr(self, s) if isinstance(s, str) else s(self) if callable(s) else s for s in type(self).start]
-        x = inputs[0] if self.step_mode == "s" else inputs[0][0] if inputs[0].shape[0] else inputs[0].new_empty(inputs[0].shape[1:])
-        starts: list[Any] = [0.0 if v is None or isinstance(v, str) else v for v in values]
-        for k, v in enumerate(starts):
-            if isinstance(v, Tensor):
-                starts[k] = (v if self.per_channel is None else _along(v, x)).to(self.start_dtype(*inputs))
+        starts: list[Any] = []
+        for start in type(self).start:
+            value = getattr(self, start) if isinstance(start, str) else start(self) if callable(start) else start
+            if isinstance(value, Tensor):
+                value = (value if self.per_channel is None else self._along_channels(value, inputs[0])).to(self.start_dtype(*inputs))
+            starts.append(0.0 if value is None or isinstance(value, str) else value)
         return self.filled(starts, inputs)
+
+    def _along_channels(self, value: Tensor, x: Tensor) -> Tensor:
+        """`[C]` as it lies in one step of the input `x`."""
+        return _along(value, x if self.step_mode == "s" else x.new_empty(x.shape[1:]))
 
     def extra_repr(self) -> str:
         shown = {n: v for n, v in self.arguments.items() if n in ("tau", "v_threshold", "v_reset") or v is not type(self).defaults[n]}
