@@ -133,29 +133,32 @@ class FlexSN(nn.Module):
         self._look()
 
     # --- captured tensors -------------------------------------------------------------------------------------------
-    def _look(self) -> dict[str, Any]:
-        """Register what the core captures; returns, by path, the objects that this module uses in its place."""
+    def _look(self) -> None:
+        """Look at the core, and register what it captures."""
         with lock:
-            return self._look_locked()
+            seen = look(self.core)
+            if seen is not self._reads:
+                self._reads = seen
+                self._register(seen)
 
-    def _look_locked(self) -> dict[str, Any]:
-        seen = look(self.core)
-        if seen is not self._reads:
-            self._reads = seen
-            for path, slot in seen.objects.items():
-                value = slot.get()
-                if isinstance(self.core, nn.Module) or self._origin.get(path) is value:
-                    continue
-                if path not in self._names:
-                    self._names[path] = _free_name(path.replace(".", "_"), self._names.values())
-                name = self._names[path]
-                self._origin[path] = value
-                self.captured = self.captured or _Tensors()
-                self.captured.register(name, value)
+    def _register(self, seen: Reads) -> None:
+        for path, slot in seen.objects.items():
+            value = slot.get()
+            if isinstance(self.core, nn.Module) or self._origin.get(path) is value:
+                continue
+            if path not in self._names:
+                self._names[path] = _free_name(path.replace(".", "_"), self._names.values())
+            name = self._names[path]
+            self._origin[path] = value
+            self.captured = self.captured or _Tensors()
+            self.captured.register(name, value)
+
+    def _replaced(self) -> dict[str, Any]:
+        """By path, the objects that this module uses in place of those that the core captures."""
         if not self._names:
             return {}
         named = {path: self._holders[path] if path in self._holders else getattr(self.captured, name) for path, name in self._names.items()}
-        return {path: value for path, value in named.items() if path in seen.objects}
+        return {path: value for path, value in named.items() if path in self._reads.objects}
 
     def _part_from_holders(self) -> None:
         """A core that is a closure over its network (`self.w`) captures what holds this neuron: a circle of modules, which
@@ -170,10 +173,9 @@ class FlexSN(nn.Module):
     @unseen_by_dynamo
     def look(self) -> tuple[Reads, dict[str, Any]]:
         """What the core reads now, and the objects that this module uses in place of captured ones, by path."""
-        if self._reads is not None and not self._names and self._reads.of_now(self.core):
-            return self._reads, {}
-        replaced = self._look()
-        return self._reads, replaced
+        if self._reads is None or not self._reads.of_now(self.core):
+            self._look()
+        return self._reads, self._replaced()
 
     def captured_places(self) -> dict[int, tuple[str, ...]]:
         """Of every tensor that the core captured, by its `id`: the attributes that lead to this module's own."""
