@@ -213,7 +213,7 @@ class FlexSN(nn.Module):
     def start_dtype(self, *inputs: Tensor) -> torch.dtype:
         """The floating dtype that the inputs and the tensors of this module come to."""
         dtype = inputs[0].dtype
-        own = (*self.parameters(), *self.buffers()) if self._modules else ()  # they are in `params`, `captured` or `core`
+        own = (*self.parameters(), *self.buffers()) if self._parameters or self._buffers or self._modules else ()
         for tensor in (*inputs[1:], *own):
             dtype = torch.promote_types(dtype, tensor.dtype) if tensor.dim() else dtype
         return dtype if dtype.is_floating_point else torch.get_default_dtype()
@@ -223,7 +223,10 @@ class FlexSN(nn.Module):
         if not any([isinstance(value, Tensor) or value for value in values]):
             return [None] * len(values)
         steps = [x.shape if self.step_mode == "s" else x.shape[1:] for x in inputs]
-        shape = steps[0] if len(steps) == 1 else torch.broadcast_shapes(*steps)
+        try:
+            shape = steps[0] if len(steps) == 1 else torch.broadcast_shapes(*steps)
+        except RuntimeError:  # which the call itself refuses, by name
+            return [None] * len(values)
         dtype = self.start_dtype(*inputs)
         found: list[Tensor | None] = []
         for value in values:

@@ -24,69 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .slots import MISSING, Attributes, Slot
+
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _OWN = ("flexsn", "flexsn.surrogate", "flexsn.module", "flexsn.scan", "flexsn.neurons")  # taken as they are, as PyTorch is
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
-_MISSING = object()
+_WALKED = {"builtins", "functools", "types", "collections"}  # of the standard library's modules, whose objects in classes are not
 _MAX_DEPTH = 32
 KEPT = "__flexsn_reads__"  # attribute of a function that was a core
-
-
-@dataclass(frozen=True)
-class _Attributes:
-    """The attributes of an object with `__slots__`."""
-
-    owner: Any
-
-
-class Slot:
-    """One place that holds a value: a closure cell, a key of a namespace or container, an attribute of a class or
-    function, or (weakly) the core itself."""
-
-    __slots__ = ("get", "holder", "key", "path")
-
-    def __init__(self, path: str, holder: Any, key: Any = None):
-        self.path, self.holder, self.key = path, holder, key
-        self.get = _reader(holder, key)  # every call of a neuron reads every place: without a Python frame where that can be
-
-    def set(self, value: Any) -> None:
-        if isinstance(self.holder, types.CellType):
-            self.holder.cell_contents = value
-        elif isinstance(self.holder, type):
-            setattr(self.holder, self.key, value)
-        elif isinstance(self.holder, _Attributes):
-            setattr(self.holder.owner, self.key, value)
-        else:
-            self.holder[self.key] = value
-
-
-def _reader(holder: Any, key: Any) -> Callable[[], Any]:
-    """What reads a place: its value, or `_MISSING`."""
-    if isinstance(holder, types.CellType):
-        return functools.partial(_content, holder)
-    if isinstance(holder, weakref.ref):
-        return holder
-    if isinstance(holder, type):
-        return functools.partial(vars(holder).get, key, _MISSING)
-    if isinstance(holder, dict):
-        return functools.partial(holder.get, key, _MISSING)
-    if isinstance(holder, _Attributes):
-        return functools.partial(getattr, holder.owner, key, _MISSING)
-    if isinstance(holder, types.FunctionType):
-        return functools.partial(getattr, holder, key)
-    return functools.partial(_item, holder, key)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable is not bound yet
-        return _MISSING
-
-
-def _item(values: Sequence[Any], place: int) -> Any:
-    return values[place] if place < len(values) else _MISSING
 
 
 def own_of(core: Callable) -> tuple:
@@ -124,10 +70,7 @@ class Reads:
         for slot, seen in self.watched:  # plain loops: every call comes here
             if slot.get() is not seen:
                 return False
-        for container, n in self.sizes:
-            if len(container) != n:
-                return False
-        return True
+        return all([len(container) == n for container, n in self.sizes])
 
     def held(self) -> list[Any]:
         """What every watched place holds now."""
@@ -139,7 +82,7 @@ class Reads:
         for (slot, _), old in zip(self.watched, held, strict=True):
             if slot.get() is not old:
                 changed = slot.path
-                if old is not _MISSING:
+                if old is not MISSING:
                     slot.set(old)
         for container, n in self.sizes:
             if len(container) > n and isinstance(container, (dict, list)):
@@ -194,9 +137,8 @@ class _Walker:
     def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
         place = Slot(path, holder, key)
         value = place.get()
-        if not isinstance(holder, tuple):  # those do not change
-            self.reads.watched.append((place, value))
-        if value is not _MISSING:
+        self.reads.watched.append((place, value))
+        if value is not MISSING:
             self.visit(path, value, place, depth)
 
     def visit(self, path: str, value: Any, place: Slot | None, depth: int) -> None:
@@ -222,8 +164,8 @@ class _Walker:
             self.module(path, value, depth)
         elif isinstance(value, functools.partial):
             self.visit(path, value.func, None, depth + 1)
-            self.items(path, value.args, depth)
-            self.items(path, value.keywords, depth)
+            self.items(path, value.args, Slot(path, value, "args"), depth)
+            self.items(path, value.keywords, None, depth)
         elif isinstance(value, types.MethodType):
             self.visit(path, value.__func__, None, depth + 1)
             owner = value.__self__
@@ -231,7 +173,7 @@ class _Walker:
         elif isinstance(value, types.FunctionType):
             self.function(path, value, depth)
         elif isinstance(value, (list, tuple, dict, collections.deque)):
-            self.items(path, value, depth)
+            self.items(path, value, place, depth)
         elif isinstance(value, type):
             self.cls(path, value, depth)
         elif isinstance(value, random.Random):
@@ -244,13 +186,12 @@ class _Walker:
         elif _slot_names(type(value)):
             self.visit(f"{path}.type", type(value), None, depth + 1)
             for name in _slot_names(type(value)):
-                self.slot(f"{path}.{name}", _Attributes(value), name, depth + 1)
+                self.slot(f"{path}.{name}", Attributes(value), name, depth + 1)
         else:
             self.opaque(path, value)
 
     def names(self, path: str, namespace: Any, names: Sequence[Any], depth: int) -> None:
-        if not isinstance(namespace, tuple):
-            self.reads.sizes.append((namespace, len(namespace)))
+        self.reads.sizes.append((namespace, len(namespace)))
         for name in names:
             self.slot(f"{path}.{name}", namespace, name, depth + 1)
 
@@ -259,9 +200,13 @@ class _Walker:
         self.reads.opaque.append(value)
         self.constants.append((path, "object", id(value)))
 
-    def items(self, path: str, values: Any, depth: int) -> None:
+    def items(self, path: str, values: Any, place: Slot | None, depth: int) -> None:
         self.constants.append((path, type(values).__name__, len(values)))
-        self.names(path, values, list(values) if isinstance(values, dict) else range(len(values)), depth)
+        if isinstance(values, tuple):  # which does not change: the place that holds it is watched
+            for k, value in enumerate(values):
+                self.visit(f"{path}.{k}", value, Slot(f"{path}.{k}", place or values, k), depth + 1)
+        else:
+            self.names(path, values, list(values) if isinstance(values, dict) else range(len(values)), depth)
 
     def module(self, path: str, module: nn.Module, depth: int) -> None:
         if not _is_library(type(module).__module__):
@@ -303,46 +248,53 @@ class _Walker:
                 if isinstance(member, types.FunctionType):
                     self.reads.watched.append((place, raw))
                     self.visit(place.path, member, None, depth + 1)
-                elif isinstance(member, (*_SCALARS, Tensor, list, tuple, dict)) and not name.startswith("__"):
+                elif not name.startswith("__"):
                     self.reads.watched.append((place, raw))
-                    self.visit(place.path, member, place, depth + 1)
+                    if _is_library(type(member).__module__) and type(member).__module__ not in _WALKED:
+                        self.opaque(place.path, member)
+                    else:
+                        self.visit(place.path, member, place, depth + 1)
 
     def namespace(self, path: str, module: types.ModuleType, names: Sequence[str], depth: int) -> None:
         """The attributes of a module that a function names, also of modules inside it."""
         if _is_library(module.__name__) or depth > _MAX_DEPTH:
             return
         for name in names:
-            value = vars(module).get(name, _MISSING)
+            value = vars(module).get(name, MISSING)
             if isinstance(value, types.ModuleType):
                 self.namespace(f"{path}.{name}", value, names, depth + 1)
-            elif value is not _MISSING:
+            elif value is not MISSING:
                 self.slot(f"{path}.{name}", vars(module), name, depth + 1)
 
     def function(self, path: str, fn: types.FunctionType, depth: int) -> None:
         self.constants.append((path, "code", fn.__code__, fn.__code__.co_filename))  # code of two files may be equal; lines differ
         for attribute in ("__code__", "__defaults__", "__kwdefaults__") if depth else ():  # a slot of the core would keep it alive
             self.reads.watched.append((Slot(path, fn, attribute), getattr(fn, attribute)))
-        if _is_library(fn.__module__ or ""):
+        if _is_library(fn.__globals__.get("__name__", "")):  # `functools.wraps` copies `__module__`
             if fn.__closure__:  # as decorators leave them: one code for many functions
                 self.opaque(path, fn)
             return
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            self.slot(f"{path}.{name}", cell, None, depth + 1)
         names = _global_names(fn.__code__)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            self.named(f"{path}.{name}", cell, None, names, depth)
         for name in names:
-            if name not in fn.__globals__:
-                continue
-            value = fn.__globals__[name]
-            if isinstance(value, types.ModuleType):
-                self.namespace(f"{path}.{name}", value, names, depth)
-            else:
-                self.slot(f"{path}.{name}", fn.__globals__, name, depth + 1)
+            if name in fn.__globals__:
+                self.named(f"{path}.{name}", fn.__globals__, name, names, depth)
         attributes = [name for name in vars(fn) if name != KEPT]
         if attributes:
             self.names(f"{path}.attributes", vars(fn), attributes, depth)
-        for values in (fn.__defaults__ or (), fn.__kwdefaults__ or {}):
+        for attribute in ("__defaults__", "__kwdefaults__"):
+            values = getattr(fn, attribute)
             if values:
-                self.items(f"{path}.defaults", values, depth)
+                self.items(f"{path}.defaults", values, Slot(path, fn, attribute), depth)
+
+    def named(self, path: str, holder: Any, key: Any, names: Sequence[str], depth: int) -> None:
+        """What a function means by a name; of a module, the attributes that it names."""
+        value = Slot(path, holder, key).get()
+        if isinstance(value, types.ModuleType):
+            self.namespace(path, value, names, depth)
+        else:
+            self.slot(path, holder, key, depth + 1)
 
 
 def _slot_names(cls: type) -> list[str]:
@@ -384,15 +336,15 @@ def bound(reads: Reads, replaced: dict[str, Any]) -> Iterator[None]:
         yield
         return
     with lock:
-        swaps = [(reads.objects[p], new) for p, new in replaced.items() if reads.objects[p].get() is not new]
-        old = [(slot, slot.get()) for slot, _ in swaps]
+        undo = list[Callable[[], None]]()
         try:
-            for slot, new in swaps:
-                slot.set(new)
+            for path, new in replaced.items():
+                if reads.objects[path].get() is not new:
+                    undo.append(reads.objects[path].put(new))
             yield
         finally:
-            for slot, value in old:
-                slot.set(value)
+            for put_back in reversed(undo):
+                put_back()
 
 
 @contextlib.contextmanager

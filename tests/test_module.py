@@ -675,3 +675,25 @@ def test_a_pruned_core():
     assert torch.equal(got, want)
     prune.remove(core, "w")
     assert torch.equal(FlexSN(core, num_states=1, strict=True)(x), want)
+
+
+# --- where states start -------------------------------------------------------------------------------------------------------
+def test_a_start_has_the_dtype_of_the_modules_own_parameters():
+    neuron = flexsn.FlexSN(lambda x, v: (x + v, v), 1, 1, initial_states=[0.5])
+    assert neuron.start_dtype(torch.ones(2, 3)) is torch.float32
+    neuron.register_parameter("w", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    assert neuron.start_dtype(torch.ones(2, 3)) is torch.float64
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_inputs_that_do_not_broadcast_are_named_wherever_states_start(start):
+    neuron = flexsn.FlexSN(lambda x, y, v: (x + v + y, v + y), 2, 1, initial_states=[start])
+    with pytest.raises(errors.ShapeMismatchError, match=r"`x` \[4\], `y` \[5\]"):
+        neuron(torch.rand(3, 4), torch.rand(3, 5))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # PyTorch: in beta
+def test_a_sparse_input_is_refused_by_name_where_a_start_goes_by_channel():
+    neuron = flexsn.neurons.LIF(v_leak=torch.rand(3), per_channel=3)
+    with pytest.raises(errors.OperandTypeError, match="sparse"):
+        neuron(torch.rand(2, 3).to_sparse_csr())

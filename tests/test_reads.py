@@ -1,6 +1,8 @@
 """Captured tensors and values: found by name, differentiable, read afresh at every call."""
 
 import argparse
+import collections
+import copy
 import dataclasses
 import functools
 import importlib
@@ -728,3 +730,107 @@ def test_decorated_functions_of_libraries_are_told_apart():
         flexsn.LIF(surrogate=spike, backend="cpp")(leaf).sum().backward()
         grads.append(leaf.grad)
     assert not torch.equal(grads[0], grads[1]) and not torch.equal(grads[0], grads[2])
+
+
+# --- places of a value, in a class, a tuple, a module -----------------------------------------------------------------------
+def test_a_wrapped_function_of_a_library_is_the_users_own():
+    gain = 1.0
+    bias = parameter(3)
+
+    @functools.wraps(flexsn.neurons.lif)  # which copies the name of its module
+    def core(x, v):
+        return flexsn.neurons.lif(gain * x + bias, v, v_threshold=0.2)
+
+    before = output(core)
+    gain = 3.0
+    assert not torch.equal(output(core), before)
+    assert_follows(core)
+    assert list(flexsn.FlexSN(core, 1, 1).parameters()) == [bias]
+
+
+class Steep:
+    spike = surrogate.sigmoid(alpha=1.0)
+    options = types.SimpleNamespace(gain=1.0)
+
+    class Nested:
+        decay = 0.5
+
+    def __call__(self, x, v):
+        v = v * self.Nested.decay + x * self.options.gain
+        return type(self).spike(v - 1), v
+
+
+@pytest.mark.parametrize("owner, name, value", [
+    (Steep, "spike", surrogate.sigmoid(alpha=8.0)), (Steep.options, "gain", 3.0), (Steep.Nested, "decay", 0.25),
+])  # fmt: skip
+def test_changed_objects_of_a_class(monkeypatch, owner, name, value):
+    core, x = Steep(), torch.randn(5, 7, dtype=f64, requires_grad=True)
+
+    def gradient(backend):
+        return torch.autograd.grad(flexsn.scan(core, [x], [None], backend=backend).outputs[0].sum(), x)[0]
+
+    before = gradient("cpp")
+    monkeypatch.setattr(owner, name, value)
+    assert not torch.equal(gradient("cpp"), before)
+    torch.testing.assert_close(gradient("cpp"), gradient("torch"), rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_of_python_in_a_closure():
+    settings = types.ModuleType("settings_of_a_test")
+    settings.gain = 1.0
+
+    def core(x, v):
+        return v + x * settings.gain, v + x
+
+    before = output(core)
+    settings.gain = 3.0
+    assert not torch.equal(output(core), before)
+    assert_follows(core)
+
+
+Weights = collections.namedtuple("Weights", "gain decay")
+
+
+def in_a_closure(gain, decay):
+    weights = (gain, (decay,))
+    return lambda x, v: (x * weights[0] + v, v * weights[1][0] + x)
+
+
+def in_a_namedtuple(gain, decay):
+    weights = Weights(gain, decay)
+    return lambda x, v: (x * weights.gain + v, v * weights.decay + x)
+
+
+def in_a_partial(gain, decay):
+    return functools.partial(lambda gain, decay, x, v: (x * gain + v, v * decay + x), gain, decay)
+
+
+def in_defaults(gain, decay):
+    def core(x, v, gain=gain, decay=decay):
+        return x * gain + v, v * decay + x
+
+    return core
+
+
+@pytest.mark.parametrize("make", [in_a_closure, in_a_namedtuple, in_a_partial, in_defaults])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_copies_of_a_module_whose_core_holds_a_tuple_of_tensors(make, backend):
+    x = torch.randn(6, 3, dtype=f64)
+    neuron = flexsn.FlexSN(make(parameter(3), torch.tensor(0.5, dtype=f64)), 1, 1, backend=backend, stateful=False)
+    before, other = neuron(x), copy.deepcopy(neuron)
+    with torch.no_grad():
+        next(other.parameters()).fill_(2.0)
+    torch.testing.assert_close(other(x), make(2.0, 0.5)(x, _before(x, 0.5))[0])
+    assert torch.equal(neuron(x), before)
+    assert other.float()(x.float()).dtype is torch.float32
+    reads = neuron.look()[0]
+    other(x[:5].float())
+    assert neuron.look()[0] is reads  # what the copy had put in place is gone: the very objects are back
+
+
+def _before(x, decay):
+    """The state before each step of those cores."""
+    states = [torch.zeros_like(x[0])]
+    for x_t in x[:-1]:
+        states.append(states[-1] * decay + x_t)
+    return torch.stack(states)

@@ -141,13 +141,10 @@ class Neuron(FlexSN):
         for start in type(self).start:
             value = getattr(self, start) if isinstance(start, str) else start(self) if callable(start) else start
             if isinstance(value, Tensor):
-                value = (value if self.per_channel is None else self._along_channels(value, inputs[0])).to(self.start_dtype(*inputs))
+                dims = inputs[0].dim() - (self.step_mode == "m")
+                value = (value if self.per_channel is None else _along(value, dims)).to(self.start_dtype(*inputs))
             starts.append(0.0 if value is None or isinstance(value, str) else value)
         return self.filled(starts, inputs)
-
-    def _along_channels(self, value: Tensor, x: Tensor) -> Tensor:
-        """`[C]` as it lies in one step of the input `x`."""
-        return _along(value, x if self.step_mode == "s" else x.new_empty(x.shape[1:]))
 
     def extra_repr(self) -> str:
         shown = {n: v for n, v in self.arguments.items() if n in ("tau", "v_threshold", "v_reset") or v is not type(self).defaults[n]}
@@ -270,9 +267,9 @@ def _value(name: str, value: Any, learned: bool, channels: int | None) -> Any:
     return nn.Parameter(tensor.detach().clone()) if learned and not isinstance(tensor, nn.Parameter) else tensor
 
 
-def _along(value: Tensor, x: Tensor) -> Tensor:
-    """`[C]` as it lies along dim 1 of a step `x` `[B, C, *]`"""
-    return value.view(-1, *[1] * max(0, x.dim() - 2))
+def _along(value: Tensor, dims: int) -> Tensor:
+    """`[C]` as it lies along dim 1 of a step `[B, C, *]` of so many dims."""
+    return value.view(-1, *[1] * max(0, dims - 2))
 
 
 class ByChannel:
@@ -282,7 +279,7 @@ class ByChannel:
         self.__wrapped__, self.__name__ = core, core.__name__  # whose signature `inspect` shows
 
     def __call__(self, *operands: Tensor, **arguments: Any) -> Any:
-        laid = {n: _along(v, operands[0]) if isinstance(v, Tensor) else v for n, v in arguments.items()}
+        laid = {n: _along(v, operands[0].dim()) if isinstance(v, Tensor) else v for n, v in arguments.items()}
         return self.__wrapped__(*operands, **laid)
 
 

@@ -1,0 +1,90 @@
+"""Places that hold what a core reads: each can be read at every call, and set while other tensors stand in."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MISSING = object()
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """The attributes of an object with `__slots__`."""
+
+    owner: Any
+
+
+class Slot:
+    """One place that holds a value: a closure cell, a key of a namespace or container, an attribute of a class, function or
+    partial, an item of a tuple that another place holds, or (weakly) the core itself."""
+
+    __slots__ = ("get", "holder", "key", "path")
+
+    def __init__(self, path: str, holder: Any, key: Any = None):
+        self.path, self.holder, self.key = path, holder, key
+        self.get = _reader(holder, key)  # every call of a neuron reads every place: without a Python frame where that can be
+
+    def set(self, value: Any) -> None:
+        if isinstance(self.holder, types.CellType):
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, (type, types.FunctionType)):
+            setattr(self.holder, self.key, value)
+        elif isinstance(self.holder, Attributes):
+            setattr(self.holder.owner, self.key, value)
+        elif isinstance(self.holder, Slot):
+            self.holder.set(_exchanged(self.holder.get(), self.key, value))
+        elif isinstance(self.holder, functools.partial):
+            function, _, *others = tuple(self.holder.__reduce__()[2])
+            self.holder.__setstate__((function, value, *others))  # type: ignore[attr-defined]  # as `pickle` calls it
+        else:
+            self.holder[self.key] = value
+
+    def put(self, value: Any) -> Callable[[], None]:
+        """Set it; returns what puts the very object back that was there."""
+        if isinstance(self.holder, Slot):
+            return self.holder.put(_exchanged(self.holder.get(), self.key, value))
+        before = self.get()
+        self.set(value)
+        return functools.partial(self.set, before)
+
+
+def _reader(holder: Any, key: Any) -> Callable[[], Any]:
+    """What reads a place: its value, or `MISSING`."""
+    if isinstance(holder, types.CellType):
+        return functools.partial(_content, holder)
+    if isinstance(holder, weakref.ref):
+        return holder
+    if isinstance(holder, type):
+        return functools.partial(vars(holder).get, key, MISSING)
+    if isinstance(holder, dict):
+        return functools.partial(holder.get, key, MISSING)
+    if isinstance(holder, Attributes):
+        return functools.partial(getattr, holder.owner, key, MISSING)
+    if isinstance(holder, (types.FunctionType, functools.partial)):
+        return functools.partial(getattr, holder, key)
+    if isinstance(holder, Slot):
+        return lambda: _item(holder.get(), key)
+    return functools.partial(_item, holder, key)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable is not bound yet
+        return MISSING
+
+
+def _item(values: Sequence[Any], place: int) -> Any:
+    return values[place] if place < len(values) else MISSING
+
+
+def _exchanged(values: tuple, place: int, value: Any) -> tuple:
+    """A tuple with another item in one place."""
+    items = (*values[:place], value, *values[place + 1 :])
+    make = getattr(type(values), "_make", type(values))  # a named one
+    return make(items)
