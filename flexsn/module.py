@@ -233,7 +233,7 @@ class FlexSN(nn.Module):
             if isinstance(value, Tensor):
                 found.append(value)
             else:
-                found.append(inputs[0].new_full((), value, dtype=dtype).expand(shape) if value else None)
+                found.append(inputs[0].new_full(shape, value, dtype=dtype) if value else None)
         return found
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:

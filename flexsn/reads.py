@@ -28,7 +28,14 @@ from .slots import MISSING, Attributes, Slot
 
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_OWN = ("flexsn", "flexsn.surrogate", "flexsn.module", "flexsn.scan", "flexsn.neurons")  # taken as they are, as PyTorch is
+_OWN = (
+    "flexsn",
+    "flexsn.settings",
+    "flexsn.surrogate",
+    "flexsn.module",
+    "flexsn.scan",
+    "flexsn.neurons",
+)  # taken as they are, as PyTorch is
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _WALKED = {"builtins", "functools", "types", "collections"}  # of the standard library's modules, whose objects in classes are not
 _MAX_DEPTH = 32
@@ -250,10 +257,11 @@ class _Walker:
                     self.visit(place.path, member, None, depth + 1)
                 elif not name.startswith("__"):
                     self.reads.watched.append((place, raw))
-                    if _is_library(type(member).__module__) and type(member).__module__ not in _WALKED:
-                        self.opaque(place.path, member)
-                    else:
+                    kind = type(member).__module__
+                    if isinstance(member, (Tensor, nn.Module)) or kind in _WALKED or not _is_library(kind):
                         self.visit(place.path, member, place, depth + 1)
+                    else:
+                        self.opaque(place.path, member)
 
     def namespace(self, path: str, module: types.ModuleType, names: Sequence[str], depth: int) -> None:
         """The attributes of a module that a function names, also of modules inside it."""

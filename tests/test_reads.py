@@ -752,11 +752,14 @@ class Steep:
     spike = surrogate.sigmoid(alpha=1.0)
     options = types.SimpleNamespace(gain=1.0)
 
+    bias = parameter()
+    scale = nn.Linear(1, 1, bias=False, dtype=f64)
+
     class Nested:
         decay = 0.5
 
     def __call__(self, x, v):
-        v = v * self.Nested.decay + x * self.options.gain
+        v = v * self.Nested.decay + x * self.options.gain * self.scale.weight[0] + self.bias
         return type(self).spike(v - 1), v
 
 
@@ -773,6 +776,22 @@ def test_changed_objects_of_a_class(monkeypatch, owner, name, value):
     monkeypatch.setattr(owner, name, value)
     assert not torch.equal(gradient("cpp"), before)
     torch.testing.assert_close(gradient("cpp"), gradient("torch"), rtol=1e-12, atol=1e-12)
+
+
+def test_tensors_and_modules_of_a_class_are_captured():
+    x, neuron = torch.randn(5, 7, dtype=f64), flexsn.FlexSN(Steep(), 1, 1, strict=True)
+    found = {id(p) for p in neuron.parameters()}
+    assert found == {id(Steep.bias), id(Steep.scale.weight)}
+    own, looped = (
+        torch.autograd.grad(flexsn.scan(Steep(), [x], [None], backend=b).outputs[0].sum(), Steep.bias)[0] for b in ("cpp", "torch")
+    )
+    torch.testing.assert_close(own, looped, rtol=1e-12, atol=1e-12)
+
+
+def test_only_what_may_change_is_looked_at_in_every_call():
+    places = [slot.path for slot, _ in flexsn.neurons.LIF().look()[0].watched]
+    arguments = [f"core.{name}" for name in flexsn.neurons.LIF.defaults]
+    assert [p for p in places if p not in arguments] == ["core"] * 3 and places.count("core.surrogate") == 4  # functions: code and defaults
 
 
 def test_a_module_of_python_in_a_closure():
