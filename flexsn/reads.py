@@ -37,7 +37,7 @@ _OWN = (
     "flexsn.neurons",
 )  # taken as they are, as PyTorch is
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
-_WALKED = {"builtins", "functools", "types", "collections"}  # of the standard library's modules, whose objects in classes are not
+_IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
 _MAX_DEPTH = 32
 KEPT = "__flexsn_reads__"  # attribute of a function that was a core
 
@@ -257,10 +257,9 @@ class _Walker:
                     self.visit(place.path, member, None, depth + 1)
                 elif not name.startswith("__"):
                     self.reads.watched.append((place, raw))
-                    kind = type(member).__module__
-                    if isinstance(member, (Tensor, nn.Module)) or kind in _WALKED or not _is_library(kind):
+                    if isinstance(member, _IN_CLASSES):
                         self.visit(place.path, member, place, depth + 1)
-                    else:
+                    else:  # a class may lead anywhere: to a trainer, to the network that this neuron is part of
                         self.opaque(place.path, member)
 
     def namespace(self, path: str, module: types.ModuleType, names: Sequence[str], depth: int) -> None:
@@ -278,7 +277,7 @@ class _Walker:
         self.constants.append((path, "code", fn.__code__, fn.__code__.co_filename))  # code of two files may be equal; lines differ
         for attribute in ("__code__", "__defaults__", "__kwdefaults__") if depth else ():  # a slot of the core would keep it alive
             self.reads.watched.append((Slot(path, fn, attribute), getattr(fn, attribute)))
-        if _is_library(fn.__globals__.get("__name__", "")):  # `functools.wraps` copies `__module__`
+        if _is_library(fn.__module__ or "") and _is_library(fn.__globals__.get("__name__", "")):  # decorators copy the first
             if fn.__closure__:  # as decorators leave them: one code for many functions
                 self.opaque(path, fn)
             return
