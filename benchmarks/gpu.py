@@ -168,7 +168,7 @@ def in_turns(calls: dict[str, Callable[[], object]], seconds: float = 0.5) -> di
         batches[name] = max(1, min(100, int(0.02 / (time.perf_counter() - start))))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds * len(calls)
-    while time.perf_counter() < end or len(samples[name]) < 3:
+    while time.perf_counter() < end or any(len(found) < 3 for found in samples.values()):
         for name, call in calls.items():
             start = time.perf_counter()
             for _ in range(batches[name]):

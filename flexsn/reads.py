@@ -28,14 +28,8 @@ from .slots import MISSING, Attributes, Slot
 
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_OWN = (
-    "flexsn",
-    "flexsn.settings",
-    "flexsn.surrogate",
-    "flexsn.module",
-    "flexsn.scan",
-    "flexsn.neurons",
-)  # taken as they are, as PyTorch is
+# Modules of flexsn whose functions are taken as they are, as PyTorch's
+_OWN = ("flexsn", "flexsn.settings", "flexsn.surrogate", "flexsn.module", "flexsn.scan", "flexsn.neurons")
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
 _MAX_DEPTH = 32
