@@ -352,30 +352,45 @@ def step(T, N):
     y = flexsn.scan(cores.lif_sigmoid, [x], [None], strict=True).outputs[0]
     torch.autograd.grad(y, x, torch.ones_like(y)); torch.cuda.synchronize()
     return time.perf_counter() - start
+def beyond(T, N):
+    first = step(T, N)
+    return first - min(step(T, N), step(T, N))
+def builds():
+    return sum(len(kernel._builds) for kernel in flexsn.launch_triton._kernels.values())
 found["first_s"] = step(T, 4096)
-found["second_s"] = step(T, 4096)
-new = [step(t, n) for t, n in ((T + 3, 4096), (T, 8192), (T + 1, 12288), (7, 160))]
-found["new_size_s"] = max(new)
+built = builds()
+found["other_classes_s"] = {str(n): beyond(8, n) for n in (1 << 20, (1 << 20) + 1)}
+new = {
+    "T": [(T + k, 4096) for k in (1, 2, 3)], "N": [(T, 4096 * k) for k in (2, 3, 4)], "T and N": [(T + 3 + k, 160 * k) for k in (1, 2, 3)],
+    "many neurons": [(9, k << 18) for k in (1, 2, 3)], "many, not aligned": [(9, (k << 18) + 1) for k in (1, 2, 3)],
+}
+found["new_sizes_s"] = {kind: [beyond(t, n) for t, n in sizes] for kind, sizes in new.items()}
+found["built"] = [built, builds()]
 print(json.dumps(found))
 """
+
+
+def first_calls(T: int, cache: str) -> dict:
+    """What `CHILD` finds in a process of its own, with a cache on disk."""
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": cache,
+        "FLEXSN_CACHE_DIR": cache,
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    command = [sys.executable, "-c", CHILD, str(T), str(ROOT / "benchmarks"), "apart"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure_compile() -> dict:
     rows = []
     for T in (4, 65536):
         with tempfile.TemporaryDirectory() as cache:
-            environment = {
-                **os.environ,
-                "TRITON_CACHE_DIR": cache,
-                "FLEXSN_CACHE_DIR": cache,
-                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-            }
             for state in ("cold", "warm", "warm"):
-                command = [sys.executable, "-c", CHILD, str(T), str(ROOT / "benchmarks"), "apart"]
-                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    raise RuntimeError(done.stderr[-2000:])
-                rows.append({"T": T, "cache": state, **json.loads(done.stdout.splitlines()[-1])})
+                rows.append({"T": T, "cache": state, **first_calls(T, cache)})
                 print("compile", rows[-1], flush=True)
     return {"rows": rows}
 

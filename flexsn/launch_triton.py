@@ -1,7 +1,7 @@
 """Triton source -> loaded kernel: Triton's compiler and disk cache, the tile, and the call.
 
-A binary serves every T, and every N of its class (few or many neurons): sizes are run-time arguments. Both classes are
-built at once, and the backward beside the forward, on threads. Under `TRITON_INTERPRET=1` (set
+A binary serves every T, and every N of its class (few neurons, or many with rows aligned or not): sizes are run-time
+arguments. All classes are built at once, and the backward beside the forward, on threads. Under `TRITON_INTERPRET=1` (set
 before triton is imported) kernels run on CPU tensors, slowly: for tests.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat, launch_passes
 from .errors import BackendUnavailableError, BuildError
 from .launch_cache import folder as cache_folder
 from .memory import addresses
@@ -65,13 +65,14 @@ class Tile:
 
 
 _WIDE = 768  # neurons per multiprocessor from which on the GPU is full without loads ahead
+_CLASSES = ((1, False), (1 << 40, True), (1 << 40, False))  # a size and alignment of each class that `tile_for` knows
 _LARGE_CORE = 100  # ops of a step from which on a thread has registers for one neuron only
 
 
 def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
     """The tile for N neurons on a GPU of so many multiprocessors; `aligned`: whether rows start at multiples of 16 bytes.
 
-    There are two, for few and for many neurons, from `tools/tune_triton.py` on an H200
+    There is one for few and one for many neurons (or two, by alignment), from `tools/tune_triton.py` on an H200
     (benchmarks/results/gpu_tune_h200.json): within 5% of the best tile for LIF, adaptive LIF and Hodgkin-Huxley at the sizes there
     and the chunks that the plan chooses (at others, as 16 for a LIF in float16, up to 24%).
     """
@@ -142,6 +143,8 @@ class Kernel:
         self.plan, self.source = plan, source
         self.function = _define(source, kernel_name(plan))
         self._builds: dict[tuple[Tile, int], Future] = {}
+        self._expected: set[int] = set()  # GPUs for which all classes are built or being built
+        self._loaded: dict[tuple[Tile, int], Any] = {}
         self._ready: dict[tuple[int, int, bool], tuple] = {}
         self.tiles = MeasuredTiles(source)
         self._nullable = [(1 << bit, plan.arguments.index(a)) for bit, a in enumerate(nullable(plan))]
@@ -191,8 +194,10 @@ class Kernel:
         tile = self.tile(N, index, aligned)
         if len(self._ready) > 1000:
             self._ready.clear()
-        build = self.expect(N, index, aligned)
-        self._ready[N, index, aligned] = ready = _ready(self._binary(build, tile, index), N, tile)
+        binary = self._loaded.get((tile, index))
+        if binary is None:
+            binary = self._loaded[tile, index] = self._binary(self.expect(N, index, aligned), tile, index)
+        self._ready[N, index, aligned] = ready = _ready(binary, N, tile)
         return ready
 
     def forget(self, N: int) -> None:
@@ -205,10 +210,12 @@ class Kernel:
         return self.tiles.get(N, index, aligned) or tile_for(self.plan, N, _processors(index), aligned)
 
     def expect(self, N: int, index: int, aligned: bool = True) -> Future:
-        """Start to build what a call with N neurons on a GPU needs, and, for a later one, the tile of the other class of N."""
+        """Start to build what a call with N neurons on a GPU needs, and, for later ones, what calls of all other N need."""
         first = self.expect_tile(self.tile(N, index, aligned), index)
-        for n in (1, 1 << 40):
-            self.expect_tile(tile_for(self.plan, n, _processors(index), aligned), index)
+        if index not in self._expected:
+            self._expected.add(index)
+            for n, rows_aligned in _CLASSES:
+                self.expect_tile(tile_for(self.plan, n, _processors(index), rows_aligned), index)
         return first
 
     def expect_tile(self, tile: Tile, index: int) -> Future:
@@ -245,7 +252,8 @@ class Kernel:
         attributes = {(i,): [["tt.divisibility", 16]] for i in even}
         try:
             source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
-            return triton.compile(source, target=target, options={"num_warps": tile.warps, "num_stages": 1, "enable_fp_fusion": False})
+            options = {"num_warps": tile.warps, "num_stages": 1, "enable_fp_fusion": False}
+            return launch_passes.compile(source, target, options, one_each=tile.block <= 32 * tile.warps)
         except Exception as error:  # whatever a compiler raises
             raise BuildError(
                 f"Triton failed on `{kernel_name(self.plan)}`: {type(error).__name__}: {str(error)[-2000:]}",

@@ -8,7 +8,6 @@ compiler sees and fuses.
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from .errors import BackendError, BackendUnavailableError, OperandTypeError
 from .plan import Plan
 from .reads import lock
 from .rows import Order, dense, memory_order, strides_of
-from .run import Call, Launch, arrays_of
+from .run import Call, Launch, allocated, arrays_of
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -220,7 +219,7 @@ def _forward(program, inputs, states, params, *others) -> list[Tensor]:
 
 def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
     order = _order(inputs, step)
-    arrays = arrays_of(made.writes, T, tuple(step), checkpoints)
+    arrays = arrays_of(allocated(made, checkpoints), T, tuple(step), checkpoints)
     return [like_row(inputs[0], shape, dtype, len(shape) - len(step), order) for _, shape, dtype in arrays]
 
 
@@ -307,29 +306,44 @@ for _name, _real, _fake, _vmap in (
     torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
 
 
-class Site:
-    """A place in generated code that calls an operator, always with operands of the same kinds: its launch is looked up once."""
+# --- places in generated code ---------------------------------------------------------------------------------------------------
+# A site is a function for one place in generated code, always given operands of the same kinds: its launch is looked up once.
+def _site_forward() -> Callable[..., list[Tensor]]:
+    kept: Launch | None = None
 
-    __slots__ = ("_launch", "_places", "_settle")
-
-    def __init__(self, settle: Callable[..., tuple[Launch, Operands]], places: tuple[int, ...]):
-        """`places` of the lists of operands among the operator's arguments."""
-        self._settle, self._places = settle, places
-        self._launch: Launch | None = None
-
-    def __call__(self, *arguments) -> list[Tensor]:
-        operands: Operands = [tensor for place in self._places for tensor in arguments[place]]
-        launch, given = self._launch, operands
+    def call(program, inputs, states, params, *others) -> list[Tensor]:
+        nonlocal kept
+        given: Operands = (*inputs, *states)
+        operands = given
+        launch = kept
         if launch is None:
-            launch, operands = self._settle(given, *arguments)
-            self._launch = launch if operands is given else None
-        return launch(operands, _by_role(arguments[3]))
+            launch, operands = _settle_forward(given, program, inputs, states, params, *others)
+            kept = launch if operands is given else None
+        return launch(operands, _by_role(params) if params else {})
+
+    return call
+
+
+def _site_backward() -> Callable[..., list[Tensor]]:
+    kept: Launch | None = None
+
+    def call(program, inputs, states, params, checkpoints, cotangents, *others) -> list[Tensor]:
+        nonlocal kept
+        given: Operands = (*inputs, *states, *checkpoints, *cotangents)
+        operands = given
+        launch = kept
+        if launch is None:
+            launch, operands = _settle_backward(given, program, inputs, states, params, checkpoints, cotangents, *others)
+            kept = launch if operands is given else None
+        return launch(operands, _by_role(params) if params else {})
+
+    return call
 
 
 # Of each operator: the function that implements it, and what makes a site of it
 KERNEL_OPERATORS = {
-    torch.ops.flexsn.forward.default: (_forward, functools.partial(Site, _settle_forward, (1, 2))),
-    torch.ops.flexsn.backward.default: (_backward, functools.partial(Site, _settle_backward, (1, 2, 4, 5))),
+    torch.ops.flexsn.forward.default: (_forward, _site_forward),
+    torch.ops.flexsn.backward.default: (_backward, _site_backward),
 }
 
 
@@ -371,7 +385,7 @@ class OperatorLaunch:
         self.program = text_of(call.program.blueprint, vjp=direction == "backward")
         with lock:  # here the text need not be read
             _programs.setdefault((self.program, backend_of(call.device), call.device), call.program)
-        self.writes = call.program.plan_of(direction, *flags).writes
+        self.writes = allocated(call.program.plan_of(direction, *flags), call.checkpoints)
         self.places = {a.role: place for place, a in enumerate(self.writes)}
 
     def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:

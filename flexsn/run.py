@@ -17,7 +17,7 @@ from .blueprint import Shapes, rescale
 from .compile import Program
 from .graph import HALF
 from .memory import allocator
-from .plan import Array
+from .plan import Array, Plan
 from .rows import Order, by_index, memory_order, narrow, strides_of, unbroadcast, widen
 
 Rows = Sequence[Any]  # tensors; None for a state that starts at zero
@@ -89,8 +89,7 @@ class Call:
     def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
         there = tuple([None if role in self.absent else role for role in roles])
         program, step = self.program, self.shapes.step
-        checkpoints = self.checkpoints if self.saved else None
-        return Launch(program.kernel(direction, *flags), program.device, self.T, step, checkpoints, there, order)
+        return Launch(program.kernel(direction, *flags), program.device, self.T, step, self.checkpoints, there, order)
 
     @functools.cached_property
     def constant(self) -> tuple[bool, ...]:
@@ -188,16 +187,14 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, T: int, step: tuple[int, ...], checkpoints: int | None, roles: Sequence[str | None],
+        self, kernel: Any, device: torch.device, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[str | None],
         order: Order | None = None,
     ):  # fmt: skip
-        """`checkpoints`: how many rows, None for no array of them; `roles` of the operands, in the order in which calls pass
-        them, None where nothing is passed."""
+        """`checkpoints`: how many rows; `roles` of the operands, in the order in which calls pass them, None where nothing is passed."""
         self.kernel, self.T, self.step, self.numel, self.order = kernel, T, step, math.prod(step), order
         self.params = tuple([a.role for a in kernel.plan.reads if a.kind == "param"])
-        self.checkpoints = checkpoints or 0
-        writes = [a for a in kernel.plan.writes if a.kind != "checkpoint" or checkpoints is not None]
-        self.writes = arrays_of(writes, T, step, self.checkpoints)
+        self.checkpoints = checkpoints
+        self.writes = arrays_of(allocated(kernel.plan, checkpoints), T, step, checkpoints)
         self._results = [(shape, strides_of(shape, len(shape) - len(step), order), dtype) for _, shape, dtype in self.writes]
         self.places = {role: place for place, (role, _, _) in enumerate(self.writes)}
         self._given, self._device, self._gpu = roles, device, device.index if device.type == "cuda" else None
@@ -238,6 +235,12 @@ def _copy_over_no_time(written: dict[str, Tensor], given: dict[str | None, Tenso
             end.zero_() if start is None else end.copy_(start)
         elif role[:1] == "g":
             end.zero_()
+
+
+def allocated(plan: Plan, checkpoints: Any) -> list[Array]:
+    """What a call returns of what its kernel writes: no array of checkpoints where there are none."""
+    none = type(checkpoints) is int and not checkpoints
+    return [a for a in plan.writes if not (none and a.kind == "checkpoint")]
 
 
 def arrays_of(arrays: Sequence[Array], T: int, step: tuple[int, ...], checkpoints: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:

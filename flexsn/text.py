@@ -22,7 +22,7 @@ from .errors import ProgramTextError
 from .signature import Signature
 from .tape import getitem
 
-FORMAT = 1
+FORMAT = 2  # of the text, and of what operators return: code that PyTorch generated and cached depends on both
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _THINGS = {kind: {n: t for n, t in vars(torch).items() if isinstance(t, of)} for kind, of in _NAMED.items()}

@@ -1,6 +1,6 @@
 """Tiles measured on this GPU at the sizes of a call, when asked for (`tune=True`), and kept on disk for later processes.
 
-Without it, `launch_triton.tile_for` chooses from two tiles that were tuned once, offline. On the CPU there is nothing to
+Without it, `launch_triton.tile_for` chooses from the tiles that were tuned once, offline. On the CPU there is nothing to
 measure: tiles follow from the sizes of the caches.
 """
 
@@ -55,8 +55,8 @@ def _milliseconds(launch: Launch, tile: Tile, build: Future, device: torch.devic
         build.result()
     except BuildError:  # too many registers or too much shared memory for this tile; the others remain
         return None
-    reads = arrays_of(kernel.plan.reads, launch.T, launch.step, launch.checkpoints)
-    arrays = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype in (*reads, *launch.writes)]
+    taken = arrays_of(kernel.plan.arguments, launch.T, launch.step, launch.checkpoints)
+    arrays = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype in taken]
     dims = (1, launch.numel) * len(launch.params)
     times = []
     for _ in range(_WARM + _REPEATS):

@@ -6,7 +6,7 @@ from cores import adlif, lif
 from helpers import check
 
 import flexsn
-from flexsn import surrogate
+from flexsn import launch_triton, surrogate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -173,9 +173,10 @@ def test_operands_on_two_devices():
         flexsn.scan(core, [operands(4, 5)], [torch.zeros(5, device="cpu")])
 
 
-def test_tune_measures_once_and_keeps_the_numbers(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("T", "N"), [(4, 40_000), (40, 20_000)])  # without and with checkpoints
+def test_tune_measures_once_and_keeps_the_numbers(monkeypatch, tmp_path, T, N):
     monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path))
-    x = operands(40, 20_000).requires_grad_()
+    x = operands(T, N).requires_grad_()
     plain, tuned = flexsn.FlexSN(core, num_states=1), flexsn.FlexSN(core, num_states=1, tune=True)
     found = []
     for neuron in (plain, tuned):
@@ -188,3 +189,22 @@ def test_tune_measures_once_and_keeps_the_numbers(monkeypatch, tmp_path):
     tuned.reset()
     tuned(x)
     assert [f.stat().st_mtime_ns for f in files] == before
+
+
+def test_no_later_size_builds_anything():
+    def step(x, v):
+        v = 0.6251 * v + x
+        return surrogate.sigmoid(v - 1.0), v
+
+    def train(T, N):
+        x = operands(T, N).requires_grad_()
+        flexsn.scan(step, [x], [None], strict=True).outputs[0].sum().backward()
+
+    def built():
+        return sum(len(kernel._builds) for kernel in launch_triton._kernels.values())
+
+    train(4, 4096)
+    before = built()
+    for T, N in ((5, 4096), (1000, 7), (4, 1 << 18), (3, (1 << 18) + 1), (40, 200_000)):
+        train(T, N)
+    assert built() == before

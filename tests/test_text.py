@@ -138,7 +138,7 @@ def test_broken_texts(make):
 
 
 def test_another_version():
-    with pytest.raises(ProgramTextError, match="version 99; this flexsn reads version 1"):
+    with pytest.raises(ProgramTextError, match=f"version 99; this flexsn reads version {text.FORMAT}"):
         text.read(changed(format=99), CPU)
 
 

@@ -26,7 +26,7 @@ from helpers import check
 
 import flexsn
 from flexsn import compile as compiling
-from flexsn import launch_triton, plan, render_triton
+from flexsn import launch_passes, launch_triton, plan, render_triton
 from flexsn._version import __version__
 from flexsn.capture import Meta
 from flexsn.errors import BackendError, BackendUnavailableError
@@ -171,11 +171,14 @@ def build(job):
     name, kernel, tile, target = job
     made = plans(name)[kernel]
     found = {"name": name, "kernel": kernel, "tile": str(tile)}
+    own = launch_triton.Kernel(made, render_triton.render(made))
     try:
-        binary = launch_triton.Kernel(made, render_triton.render(made)).build(tile, GPUTarget(*TARGETS[target]))
+        binary = own.build(tile, GPUTarget(*TARGETS[target]))
     except flexsn.errors.BuildError as error:
         return found | {"error": str(error)}
-    if "cubin" not in binary.asm:
+    if "cubin" in binary.asm:
+        found["as_by_triton"] = binary.asm["cubin"] == by_triton(own, tile, GPUTarget(*TARGETS[target])).asm["cubin"]
+    else:
         return found | {"bytes": len(binary.asm["hsaco"])}
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -184,6 +187,21 @@ def build(job):
         done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     used = dict(word.split(":", 1) for word in done.stdout.split() if word.startswith(("REG:", "STACK:", "LOCAL:")))
     return found | {k.lower(): int(v) for k, v in used.items()}
+
+
+def by_triton(kernel, tile, target):
+    """The same, with all of Triton's passes."""
+    import triton
+    from triton import knobs
+
+    with knobs.compilation.scope(), pytest.MonkeyPatch.context() as patch:
+        knobs.compilation.always_compile = True  # the disk has the one to compare with
+        patch.setattr(
+            launch_passes,
+            "compile",
+            lambda source, target, options, one_each: triton.compile(source, target, options),
+        )
+        return kernel.build(tile, target)
 
 
 def main(target, *names):
@@ -217,6 +235,7 @@ def test_builds(target, names):
     assert {(b["name"], b["kernel"]) for b in found} == set(itertools.product(names, KERNELS))
     assert [b for b in found if "error" in b] == []
     assert [b for b in found if not is_light(b)] == []
+    assert [b for b in found if not b["as_by_triton"]] == []
 
 
 @pytest.mark.slow
