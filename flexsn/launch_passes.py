@@ -4,8 +4,8 @@ For every load and store, Triton looks through all that is connected to it for a
 `coalesce`): over the unrolled steps of a chunk that is most of a build. Where a thread has one element there is nothing to
 widen, and the passes below give the same binary, to the byte (`tests/test_triton.py` compares).
 
-They are put in by the hook for stages that Triton has, seen in 3.6. Other versions, other GPUs than NVIDIA's, and programs
-that set a hook of their own later get Triton's own passes.
+Triton 3.6.0 has a hook by which a program exchanges stages of its compiler; this module sets it. Other versions, GPUs that
+are not NVIDIA's, and programs that exchange this stage themselves get Triton's own passes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from . import _compat
-
 _building = threading.local()  # `short`: whether this thread builds by the short way
 
 
@@ -24,7 +22,7 @@ def compile(source: Any, target: Any, options: Mapping[str, Any], *, one_each: b
     """As `triton.compile`; `one_each`: whether a thread has one element of every tensor."""
     import triton
 
-    if _compat.triton_version()[:2] == (3, 6) and target.backend == "cuda":
+    if triton.__version__ == "3.6.0" and target.backend == "cuda":
         _hook()
         _building.short = one_each
     try:
@@ -35,15 +33,16 @@ def compile(source: Any, target: Any, options: Mapping[str, Any], *, one_each: b
 
 @functools.cache
 def _hook() -> None:
-    """Put ours in, after one that is there."""
+    """Set the hook; one that is there runs first."""
     from triton import knobs
 
     before = knobs.runtime.add_stages_inspection_hook
 
     def stages_of(backend: Any, stages: dict, options: Any, language: Any, capability: Any) -> None:
+        own = stages["ttgir"]
         if before is not None:
             before(backend, stages, options, language, capability)
-        if getattr(_building, "short", False):
+        if getattr(_building, "short", False) and stages.get("ttgir") is own:
             stages["ttgir"] = functools.partial(_to_ttgir, options, capability)
 
     knobs.runtime.add_stages_inspection_hook = stages_of

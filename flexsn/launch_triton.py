@@ -210,20 +210,21 @@ class Kernel:
         return self.tiles.get(N, index, aligned) or tile_for(self.plan, N, _processors(index), aligned)
 
     def expect(self, N: int, index: int, aligned: bool = True) -> Future:
-        """Start to build what a call with N neurons on a GPU needs, and, for later ones, what calls of all other N need."""
+        """Start to build what a call with N neurons on a GPU needs; the first time, also what calls with any other N need."""
         first = self.expect_tile(self.tile(N, index, aligned), index)
         if index not in self._expected:
-            self._expected.add(index)
             for n, rows_aligned in _CLASSES:
                 self.expect_tile(tile_for(self.plan, n, _processors(index), rows_aligned), index)
+            self._expected.add(index)
         return first
 
     def expect_tile(self, tile: Tile, index: int) -> Future:
-        """Start to build a tile, once."""
+        """Start to build a tile, once; again if that failed."""
         with _lock, torch.cuda.device(index):
-            if (tile, index) not in self._builds:
-                self._builds[tile, index] = _builders().submit(self.build, tile, _target())
-            return self._builds[tile, index]
+            build = self._builds.get((tile, index))
+            if build is None or (build.done() and build.exception() is not None):
+                build = self._builds[tile, index] = _builders().submit(self.build, tile, _target())
+            return build
 
     def _binary(self, build: Future, tile: Tile, index: int) -> Any:
         """The binary for a tile, loaded on a GPU; a failed build may be tried again."""

@@ -238,13 +238,14 @@ def _copy_over_no_time(written: dict[str, Tensor], given: dict[str | None, Tenso
 
 
 def allocated(plan: Plan, checkpoints: Any) -> list[Array]:
-    """What a call returns of what its kernel writes: no array of checkpoints where there are none."""
+    """What a call returns of what its kernel writes: no array of checkpoints where there are none. (Where their number depends on a
+    symbolic T, it is a bound of at least one.)"""
     none = type(checkpoints) is int and not checkpoints
     return [a for a in plan.writes if not (none and a.kind == "checkpoint")]
 
 
 def arrays_of(arrays: Sequence[Array], T: int, step: tuple[int, ...], checkpoints: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Role, shape and dtype of arrays that a kernel takes: of its writes, or of its reads (params at full size)."""
+    """Role, shape and dtype of arrays that a kernel takes, params at full size."""
     rows = {"sequence": (T,), "checkpoint": (checkpoints,), "row": (), "param": ()}
     return [(a.role, (*rows[a.kind], *step), a.storage) for a in arrays]
 

@@ -22,7 +22,8 @@ from .errors import ProgramTextError
 from .signature import Signature
 from .tape import getitem
 
-FORMAT = 2  # of the text, and of what operators return: code that PyTorch generated and cached depends on both
+FORMAT = 1
+OPERATORS = 2  # counts the changes of what the kernel operators return
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _THINGS = {kind: {n: t for n, t in vars(torch).items() if isinstance(t, of)} for kind, of in _NAMED.items()}
@@ -38,7 +39,8 @@ def write(blueprint: Blueprint, *, vjp: bool) -> str:
     sig = blueprint.sig
     data = {
         "format": FORMAT,
-        "flexsn": __version__,  # not read; PyTorch's compile caches miss when it changes
+        "flexsn": __version__,  # not read, as the next; PyTorch's compile caches miss when they change
+        "operators": OPERATORS,
         "core": sig.core,
         "counts": [sig.num_inputs, sig.num_states, sig.num_params],
         "names": list(sig.names),

@@ -1,5 +1,6 @@
 """What a sceptical first user found."""
 
+import contextlib
 import copy
 import random
 import threading
@@ -281,3 +282,23 @@ def test_a_failed_build_is_reported_and_tried_again():
         with pytest.raises(flexsn.errors.BuildError):
             kernel._binary(failed, tile, 0)
     assert kernel._builds == {}
+
+
+def test_a_build_that_failed_ahead_of_its_call_is_tried_again(monkeypatch):
+    from flexsn import launch_triton
+
+    tried, kernel = [], launch_triton.Kernel.__new__(launch_triton.Kernel)
+    kernel._builds = {}
+    monkeypatch.setattr(launch_triton, "_target", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+
+    def build(self, tile, target):
+        tried.append(tile)
+        if len(tried) == 1:
+            raise errors.BuildError("no memory")
+        return "binary"
+
+    monkeypatch.setattr(launch_triton.Kernel, "build", build)
+    tile = launch_triton.Tile(64, 2, ahead=False)
+    assert isinstance(kernel.expect_tile(tile, 0).exception(), errors.BuildError)
+    assert kernel.expect_tile(tile, 0).result() == kernel.expect_tile(tile, 0).result() == "binary" and len(tried) == 2
