@@ -127,11 +127,13 @@ def test_a_trace_for_training_holds_one_kernel_per_direction(mode):
     for T in (4, 400):
         args = operands(T, grad=False)
         traced = make_fx(gradients, tracing_mode=mode)(*args)
-        found.append(names(traced.graph))
+        found.append(
+            [name for name in names(traced.graph) if "getitem" not in name]
+        )  # checkpoints, where there are any, are one result more
         assert_same(traced(*args), gradients(*args))
     for nodes in found:
         assert nodes.count("flexsn.forward.default") == nodes.count("flexsn.backward.default") == 1
-    assert len(found[0]) == len(found[1])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("grad", [False, True])
