@@ -127,9 +127,7 @@ def test_a_trace_for_training_holds_one_kernel_per_direction(mode):
     for T in (4, 400):
         args = operands(T, grad=False)
         traced = make_fx(gradients, tracing_mode=mode)(*args)
-        found.append(
-            [name for name in names(traced.graph) if "getitem" not in name]
-        )  # checkpoints, where there are any, are one result more
+        found.append([name for name in names(traced.graph) if "getitem" not in name])  # checkpoints are one result more
         assert_same(traced(*args), gradients(*args))
     for nodes in found:
         assert nodes.count("flexsn.forward.default") == nodes.count("flexsn.backward.default") == 1
