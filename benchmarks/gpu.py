@@ -236,6 +236,16 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
+def on_one_thread(training: Callable[[], object]) -> Callable[[], object]:
+    """The same, its backward on the thread that calls, not on the one that autograd keeps for the GPU."""
+
+    def step():
+        with torch.autograd.set_multithreading_enabled(False):
+            return training()
+
+    return step
+
+
 def measure_calls() -> dict:
     rows = []
     for T, N in ((4, 1024), (32, 802_816), (96, 32_768), (1024, 16_384)):
@@ -247,6 +257,7 @@ def measure_calls() -> dict:
             "training": training,
             "function": lambda leaf=leaf, gs=cotangents: torch.autograd.grad(Doubled.apply(leaf), leaf, gs),
         }
+        calls |= {f"{name}_one_thread": on_one_thread(calls[name]) for name in ("training", "function")}
         if T == 4:
             for name, layer in (("zoo", flexsn.neurons.LIF()), ("learned", flexsn.neurons.LIF(learn_tau=True))):
                 calls[f"{name}_inference"], calls[f"{name}_training"] = steps(LIF_SIGMOID, inputs, cotangents, layer=layer.cuda())
@@ -509,6 +520,7 @@ def main() -> None:
         try:
             document[part] = PARTS[part]()
             document[part] |= {"took_s": time.perf_counter() - start, "date": datetime.date.today().isoformat()}
+            document[part]["spikingjelly"] = document["machine"]["spikingjelly"]  # a later run of other parts may lack it
         except Exception:  # the other parts are still worth having; the report and the exit code show the failure
             failed.append(part)
             document[part] = {"failed": traceback.format_exc()[-2000:]}

@@ -50,7 +50,7 @@ def page(d: dict, source: str) -> list[str]:
         "",
         f"- Hardware: {m['gpu']}, {m['multiprocessors']} multiprocessors, {m['memory_gib']} GiB; {m['cores']} CPU cores.",
         f"- Versions: flexsn {m['flexsn']}, PyTorch {m['torch']}, triton {m['triton']}, CUDA {m['cuda']}, Python {m['python']},"
-        f" SpikingJelly {m['spikingjelly']}.",
+        f" SpikingJelly {d['peers']['spikingjelly']}.",
         f"- The parts ran on machines of one kind, not all on the same one. Tests there: {d['tests']['summary']}"
         f" (`{d['tests']['command']}`); {table[-1]} Not: {', '.join(f'`{name}`' for name in failing) or 'none'}.",
         "",
@@ -119,10 +119,14 @@ def calls(c: dict, p: dict) -> list[str]:
         "",
         "LIF through `FlexSN`, `reset()` included; wall clock of a call in a loop that is synchronised at its end. At 4 x 1024 the kernels"
         " take microseconds, so the time is the host's, and differs by machine: beside it, measured in turns with it, stands a training step of"
-        " an autograd Function in Python that does nothing but double its input. Graph: the same call captured once in a CUDA graph and replayed.",
+        " an autograd Function in Python that does nothing but double its input. Much of either is autograd's handing over to a thread of its"
+        " own for the backward and back. One thread: the same steps under `torch.autograd.set_multithreading_enabled(False)`, by which the"
+        " backward runs on the thread that calls; small networks that train eagerly on one GPU gain by it. Graph: the same call captured once"
+        " in a CUDA graph and replayed.",
         "",
-        "| T x N | inference, ms | training step, ms | of a bare Function | inference, graph | training step, graph | asked |",
-        "|---|---:|---:|---:|---:|---:|---|",
+        "| T x N | inference, ms | training step, ms | of a bare Function | one thread | of a bare Function | inference, graph | training step, graph"
+        " | asked |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for r in c["rows"]:
         asked = ""
@@ -133,6 +137,7 @@ def calls(c: dict, p: dict) -> list[str]:
             asked = f"training step 0.30: {verdict(r['training_ms'] <= 0.30)}"
         lines.append(
             f"| {r['T']} x {r['N']} | {r['inference_ms']:.3f} | {r['training_ms']:.3f} | {r['function_ms']:.3f} |"
+            f" {r['training_one_thread_ms']:.3f} | {r['function_one_thread_ms']:.3f} |"
             f" {r['inference_graph_ms']:.4f} | {r['training_graph_ms']:.4f} | {asked} |"
         )
     r = c["rows"][0]

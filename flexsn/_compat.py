@@ -143,6 +143,11 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def autocast_on() -> bool:
+    """Whether autocast is on for CPUs or GPUs: the public calls, which read a name each, where it is on for anything."""
+    return torch._C._is_any_autocast_enabled() and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))  # 2.11, 2.13
+
+
 def current_stream(device: int) -> int:
     """The CUDA stream that PyTorch uses now, as a number; the public call makes an object first."""
     return torch._C._cuda_getCurrentRawStream(device)  # 2.11, 2.13

@@ -46,7 +46,7 @@ def _differentiably(call: run.Call, tensors: Tensors) -> list[Tensor]:
 
 def disturbed() -> bool:
     """Whether autocast or a fork changes what PyTorch's ops do."""
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or forks.must_be_alone()
+    return _compat.autocast_on() or forks.must_be_alone()
 
 
 @contextlib.contextmanager

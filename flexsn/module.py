@@ -307,13 +307,16 @@ class FlexSN(nn.Module):
             ]
             inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]  # type: ignore[arg-type]  # inputs are there
         params = tuple([getattr(self.params, name) for name in self.param_names])
-        flags: dict[str, Any] = {
-            "backend": self.backend, "strict": self.strict, "sequences": sequences, "num_outputs": self.num_outputs
-        }  # fmt: skip
         if torch.compiler.is_dynamo_compiling():
-            finals, trail, outputs = compile_core(self.core, self, inputs, tuple(states), params, **flags)
+            finals, trail, outputs = compile_core(
+                self.core, self, inputs, tuple(states), params, backend=self.backend, strict=self.strict, sequences=sequences,
+                num_outputs=self.num_outputs,
+            )  # fmt: skip
         else:
-            finals, trail, outputs = run_core(self.core, *self.look(), inputs, tuple(states), params, tune=self.tune, **flags)
+            finals, trail, outputs = run_core(
+                self.core, *self.look(), inputs, tuple(states), params, backend=self.backend, strict=self.strict, sequences=sequences,
+                num_outputs=self.num_outputs, tune=self.tune,
+            )  # fmt: skip
         return outputs, finals, trail if sequences else None
 
     def reset(self) -> None:

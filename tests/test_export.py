@@ -430,11 +430,11 @@ def packaged(program, folder):
 
 
 def skip_unless_packages_load(device, folder):
-    """On one GPU machine (PyTorch 2.11) the loader crashes on any package, without neurons too."""
+    """With a C++ compiler that links its own C++ library into what it builds, PyTorch's loader crashes on any package."""
     path = packaged(export(nn.Linear(8, 8).to(device), (sequence(device=device),)), folder)
     code = "import sys, torch\ntorch._inductor.aoti_load_package(sys.argv[1])"
     if subprocess.run([sys.executable, "-c", code, path], check=False, capture_output=True, cwd="/").returncode < 0:
-        pytest.skip("packages of AOTInductor crash when they are loaded here")
+        pytest.skip("packages of AOTInductor crash when they are loaded here: is $CXX a compiler that links libstdc++ statically?")
 
 
 @pytest.mark.slow
