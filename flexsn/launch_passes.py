@@ -1,8 +1,10 @@
-"""Triton's compiler, by a shorter way where a thread has one neuron.
+"""Triton's compiler, by a shorter way.
 
-For every load and store, Triton looks through all that is connected to it for accesses that could be widened (its pass
-`coalesce`): over the unrolled steps of a chunk that is most of a build. Where a thread has one element there is nothing to
-widen, and the passes below give the same binary, to the byte (`tests/test_triton.py` compares).
+For every load and store, Triton looks through all that is connected to it for the widest access (its pass `coalesce`): over
+the unrolled steps of a chunk that is most of a build, and where it gives loads another layout than the arithmetic, values go
+through shared memory between the two. Here the widest access is known: how many neurons a thread has side by side. So it is
+written into the one layout that all tensors of a kernel share, and nothing is left to look for. Where a thread has one neuron
+the binary is Triton's own, to the byte; else its loads and stores are (`tests/test_triton.py` compares).
 
 Triton 3.6.0 has a hook by which a program exchanges stages of its compiler; this module sets it. Other versions, GPUs that
 are not NVIDIA's, and programs that exchange this stage themselves get Triton's own passes.
@@ -11,24 +13,29 @@ are not NVIDIA's, and programs that exchange this stage themselves get Triton's 
 from __future__ import annotations
 
 import functools
+import tempfile
 import threading
 from collections.abc import Mapping
 from typing import Any
 
-_building = threading.local()  # `short`: whether this thread builds by the short way
+_building = threading.local()  # `together`: as in `compile`, while this thread builds by the short way
 
 
-def compile(source: Any, target: Any, options: Mapping[str, Any], *, one_each: bool) -> Any:
-    """As `triton.compile`; `one_each`: whether a thread has one element of every tensor."""
+def compile(source: Any, target: Any, options: Mapping[str, Any], *, together: int) -> Any:
+    """As `triton.compile`, for a kernel of elementwise operations on blocks of one size.
+
+    Args:
+        together: how many neighbours of a block a thread loads at once.
+    """
     import triton
 
     if triton.__version__ == "3.6.0" and target.backend == "cuda":
         _hook()
-        _building.short = one_each
+        _building.together = together
     try:
         return triton.compile(source, target=target, options=dict(options))
     finally:
-        _building.short = False
+        _building.together = None
 
 
 @functools.cache
@@ -42,22 +49,40 @@ def _hook() -> None:
         own = stages["ttgir"]
         if before is not None:
             before(backend, stages, options, language, capability)
-        if getattr(_building, "short", False) and stages.get("ttgir") is own:
-            stages["ttgir"] = functools.partial(_to_ttgir, options, capability)
+        together = getattr(_building, "together", None)
+        if together is not None and stages.get("ttgir") is own:
+            stages["ttgir"] = functools.partial(_to_ttgir, options, capability, together)
 
     knobs.runtime.add_stages_inspection_hook = stages_of
 
 
-def _to_ttgir(options: Any, capability: int, module: Any, metadata: dict) -> Any:
+def _to_ttgir(options: Any, capability: int, together: int, module: Any, metadata: dict) -> Any:
     """The stage from Triton's IR to that for GPUs."""
     from triton._C.libtriton import ir, passes
 
     manager = ir.pass_manager(module.context)
     manager.enable_debug()
     passes.ttir.add_convert_to_ttgpuir(manager, f"cuda:{capability}", options.num_warps, 32, options.num_ctas)
+    manager.run(module, "make_ttgir")
+    if together > 1:
+        module = _laid_out(module, together)
+    manager = ir.pass_manager(module.context)
+    manager.enable_debug()
     passes.ttir.add_loop_aware_cse(manager)
     passes.ttir.add_triton_licm(manager)
     passes.common.add_canonicalizer(manager)
     manager.run(module, "make_ttgir")
     metadata["tensordesc_meta"] = module.get_tensordesc_metadata()
     return module
+
+
+def _laid_out(module: Any, together: int) -> Any:
+    """The module with neighbours in one thread, where its layout deals them out one by one."""
+    from triton._C.libtriton import ir
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(str(module).replace("sizePerThread = [1]", f"sizePerThread = [{together}]"))
+        file.flush()
+        read = ir.parse_mlir_module(file.name, module.context)
+    read.context = module.context
+    return read

@@ -80,8 +80,17 @@ def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
         return Tile(64, 2, ahead=True)
     if not aligned or len(plan.step.nodes) > _LARGE_CORE:
         return Tile(64, 2, ahead=False)
-    itemsize = max((a.storage.itemsize for a in plan.arguments if a.kind == "sequence"), default=4)
-    return Tile(512 // itemsize, 2, ahead=False, aligned=True)
+    return Tile(512 // _itemsize(plan), 2, ahead=False, aligned=True)
+
+
+def _together(plan: Plan, tile: Tile) -> int:
+    """How many neighbours a thread loads at once: all that it has, up to 16 bytes."""
+    return max(1, min(tile.block // (32 * tile.warps), 16 // _itemsize(plan))) if tile.aligned else 1
+
+
+def _itemsize(plan: Plan) -> int:
+    """Bytes of an element of the sequences, the widest if they differ."""
+    return max((a.storage.itemsize for a in plan.arguments if a.kind == "sequence"), default=4)
 
 
 def interpreted() -> bool:
@@ -254,7 +263,7 @@ class Kernel:
         try:
             source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
             options = {"num_warps": tile.warps, "num_stages": 1, "enable_fp_fusion": False}
-            return launch_passes.compile(source, target, options, one_each=tile.block <= 32 * tile.warps)
+            return launch_passes.compile(source, target, options, together=_together(self.plan, tile))
         except Exception as error:  # whatever a compiler raises
             raise BuildError(
                 f"Triton failed on `{kernel_name(self.plan)}`: {type(error).__name__}: {str(error)[-2000:]}",
