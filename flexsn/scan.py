@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -356,7 +357,8 @@ def prepare(
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
     if _compat.forward_ad_level() >= 0 and any(t is not None and _compat.has_tangent(t) for t in tensors):
         raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=sig.core)
-    differentiable = torch.is_grad_enabled() and any(_may_need_grad(t) for t in tensors)
+    transformed = _compat.functorch_active()
+    differentiable = torch.is_grad_enabled() and any(_may_need_grad(t, transformed) for t in tensors)
     names = (*sig.param_names, *captured)
     if traced:
         program, shapes = _while_tracing(name, core, seen, replaced, sig, metas, device, captured, num_outputs, differentiable)
@@ -394,15 +396,15 @@ def _refuse_freed(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor
                 raise OperandTypeError(f"`{name}` has no memory: its storage was freed", core=sig.core, hint=error.hint) from None
 
 
-def _may_need_grad(tensor: Tensor | None) -> bool:
-    """A transform inside another hides what the outer one differentiates."""
-    return tensor is not None and (tensor.requires_grad or (_compat.functorch_active() and tensor.is_floating_point()))
+def _may_need_grad(tensor: Tensor | None, transformed: bool) -> bool:
+    """`transformed`: by `torch.func`; a transform inside another hides what the outer one differentiates."""
+    return tensor is not None and (tensor.requires_grad or (transformed and tensor.is_floating_point()))
 
 
-def _stand_in(tensor: Tensor) -> Tensor:
+def _stand_in(tensor: Tensor, transformed: bool) -> Tensor:
     """A plain tensor of the same kind."""
     plain = torch.empty(Sizes(exact=True).of(tensor.shape), dtype=tensor.dtype, device=tensor.device)
-    return plain.requires_grad_(_may_need_grad(tensor))
+    return plain.requires_grad_(_may_need_grad(tensor, transformed))
 
 
 def _while_tracing(name, core, seen: Reads, replaced, sig: Signature, metas, device, captured, num_outputs, differentiable):
@@ -411,7 +413,8 @@ def _while_tracing(name, core, seen: Reads, replaced, sig: Signature, metas, dev
     ins = sig.num_inputs + sig.num_states
     shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, shapes)  # which sizes must be equal
-    with _compat.no_modes(), reading.stand_ins(seen, replaced, _stand_in) as swapped:
+    stand_in = functools.partial(_stand_in, transformed=_compat.functorch_active())  # asked before the transforms are set aside
+    with _compat.no_modes(), reading.stand_ins(seen, replaced, stand_in) as swapped:
         plain = seen.tensors(swapped)
         made: list[Program] = []
 

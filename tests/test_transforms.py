@@ -217,6 +217,30 @@ def test_ensembles(make):
         model(x).square().sum().backward()
         for name, param in model.named_parameters():
             torch.testing.assert_close(grads[name][i], param.grad, rtol=1e-4, atol=1e-4, msg=name)
+    of_all = grad(lambda params: vmap(stateless_loss, (0, None))(params, x).sum())(params)
+    torch.testing.assert_close(of_all, grads, rtol=1e-4, atol=1e-4)
+    vmap(stateless_loss, (0, None))(params, x).sum().backward()  # the transform has ended, and autograd goes on
+    torch.testing.assert_close({name: param.grad for name, param in params.items()}, grads, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("outer", ["grad", "autograd"])
+def test_gradients_of_captured_tensors_through_vmap(outer):
+    x = double(5, 3, 4)
+
+    def run(backend, stacked):
+        def one(w):
+            return flexsn.scan(lambda x, v: plif(x, v, w), [x], [None], backend=backend).outputs[0]
+
+        return vmap(one)(stacked).square().sum()
+
+    def gradient(backend, stacked):
+        if outer == "grad":
+            return grad(lambda stacked: run(backend, stacked))(stacked)
+        leaf = stacked.clone().requires_grad_()
+        return torch.autograd.grad(run(backend, leaf), leaf)[0]
+
+    assert_as_in_the_loop(gradient, double(6, 4))
+    assert gradient("auto", double(6, 4)).abs().sum() > 0
 
 
 @neurons
