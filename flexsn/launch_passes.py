@@ -15,7 +15,8 @@ from __future__ import annotations
 import functools
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 _building = threading.local()  # `together`: as in `compile`, while this thread builds by the short way
@@ -38,22 +39,28 @@ def compile(source: Any, target: Any, options: Mapping[str, Any], *, together: i
         _building.together = None
 
 
-@functools.cache
 def _hook() -> None:
-    """Set the hook; one that is there runs first."""
+    """Set the hook, if it is not there (a scope of Triton's knobs that ends takes it away)."""
     from triton import knobs
 
     before = knobs.runtime.add_stages_inspection_hook
+    if not isinstance(before, _Stages):
+        knobs.runtime.add_stages_inspection_hook = _Stages(before)
 
-    def stages_of(backend: Any, stages: dict, options: Any, language: Any, capability: Any) -> None:
+
+@dataclass(frozen=True)
+class _Stages:
+    """The hook; one that was there runs first."""
+
+    before: Callable[..., None] | None
+
+    def __call__(self, backend: Any, stages: dict, options: Any, language: Any, capability: Any) -> None:
         own = stages["ttgir"]
-        if before is not None:
-            before(backend, stages, options, language, capability)
+        if self.before is not None:
+            self.before(backend, stages, options, language, capability)
         together = getattr(_building, "together", None)
         if together is not None and stages.get("ttgir") is own:
             stages["ttgir"] = functools.partial(_to_ttgir, options, capability, together)
-
-    knobs.runtime.add_stages_inspection_hook = stages_of
 
 
 def _to_ttgir(options: Any, capability: int, together: int, module: Any, metadata: dict) -> Any:

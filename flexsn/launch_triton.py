@@ -30,7 +30,7 @@ from .errors import BackendUnavailableError, BuildError
 from .launch_cache import folder as cache_folder
 from .memory import addresses
 from .plan import Plan
-from .render_triton import STORAGE, kernel_name, nullable
+from .render_triton import STORAGE, flags, kernel_name, nullable, packed
 
 _lock = threading.Lock()
 _interpreter = threading.Lock()  # it patches Triton's language while it runs: one thread at a time
@@ -94,7 +94,8 @@ def _itemsize(plan: Plan) -> int:
 
 
 def interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """As Triton reads the variable."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
 @functools.cache
@@ -156,7 +157,7 @@ class Kernel:
         self._loaded: dict[tuple[Tile, int], Any] = {}
         self._ready: dict[tuple[int, int, bool], tuple] = {}
         self.tiles = MeasuredTiles(source)
-        self._nullable = [(1 << bit, plan.arguments.index(a)) for bit, a in enumerate(nullable(plan))]
+        self._nullable = [plan.arguments.index(a) for a in nullable(plan)]
 
     def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
         """What runs it over T steps of N neurons, on the current device.
@@ -167,7 +168,7 @@ class Kernel:
         Returns:
             `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param.
         """
-        given = sum(bit for bit, place in self._nullable if present[place])
+        given = packed([present[place] for place in self._nullable])
         absent = [place for place, there in enumerate(present) if not there]
 
         def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
@@ -180,7 +181,7 @@ class Kernel:
                 pointers.insert(place, 0)
             key = N, index, not address % 16
             launch, grid, function, fixed, constants = self._ready.get(key) or self.prepare(*key)
-            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *pointers, *dims, T, N, given, *constants)
+            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *pointers, *dims, T, N, *given, *constants)
 
         def interpret(arrays: list[Tensor], dims: Sequence[int]) -> None:
             there = iter(arrays)
@@ -194,9 +195,9 @@ class Kernel:
         """As a call with all arrays given, with a tile."""
         index = arrays[-1].device.index
         launch, grid, function, fixed, constants = _ready(self._binary(self.expect_tile(tile, index), tile, index), N, tile)
-        given = (1 << len(self._nullable)) - 1
+        given = packed([True] * len(self._nullable))
         with torch.cuda.device(index):
-            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *addresses(arrays), *dims, T, N, given, *constants)
+            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *addresses(arrays), *dims, T, N, *given, *constants)
 
     def prepare(self, N: int, index: int, aligned: bool) -> tuple:
         """What launches the binary for N neurons on a GPU; it is built and loaded first, if need be."""
@@ -256,9 +257,11 @@ class Kernel:
         """
         triton = _triton()
         kinds = [f"*{STORAGE[a.storage]}" for a in self.plan.arguments]
-        kinds += ["i64"] * (2 * sum(a.kind == "param" for a in self.plan.reads)) + ["i32", "i64", "i32", "constexpr", "constexpr"]
+        kinds += ["i64"] * (2 * sum(a.kind == "param" for a in self.plan.reads)) + ["i32", "i64"]
+        size = len(kinds) - 1
+        kinds += [*(["i32"] * len(flags(self.plan))), "constexpr", "constexpr"]
         constants = {(len(kinds) - 2,): tile.block, (len(kinds) - 1,): tile.ahead}
-        even = [i for i, kind in enumerate(kinds) if tile.aligned and (kind[0] == "*" or i == len(kinds) - 4)]
+        even = [i for i, kind in enumerate(kinds) if tile.aligned and (kind[0] == "*" or i == size)]
         attributes = {(i,): [["tt.divisibility", 16]] for i in even}
         try:
             source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
@@ -270,14 +273,14 @@ class Kernel:
                 hint="Run `flexsn.scan(..., backend='torch')` meanwhile, and report the core: generated source should always build.",
             ) from error
 
-    def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int, given: int) -> None:
+    def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int, given: Sequence[int]) -> None:
         block = min(128, 1 << (N - 1).bit_length())
         addresses([t for t in arrays if t is not None])
         present = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         taken = [t.float() if t.dtype is torch.bfloat16 else t for t in present]  # the interpreter rounds bfloat16 towards zero
         with _interpreter, warnings.catch_warnings():  # the interpreter's own, and NumPy's on values that GPUs take silently
             warnings.simplefilter("ignore")
-            self.function[(math.ceil(N / block),)](*taken, *dims, T, N, given, BLOCK=block, AHEAD=True)
+            self.function[(math.ceil(N / block),)](*taken, *dims, T, N, *given, BLOCK=block, AHEAD=True)
         for given_one, used in list(zip(present, taken, strict=True))[len(self.plan.reads) :]:
             if used is not given_one:
                 given_one.copy_(used)

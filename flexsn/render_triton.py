@@ -6,7 +6,8 @@ backward takes the pieces and chunks from the last to the first, recomputes the 
 and keeps them in registers.
 
 The kernel is `<core>_forward(*plan.arguments, *(inner, count per param), T, N, given, BLOCK, AHEAD)`, or `_backward`; bit k
-of `given` says whether the k-th of `nullable(plan)` is there. AHEAD: also issue the next chunk's loads before this one's steps.
+of `given` says whether the k-th of `nullable(plan)` is there (where there are more than 31, `given_1` and so on follow it).
+AHEAD: also issue the next chunk's loads before this one's steps.
 """
 
 from __future__ import annotations
@@ -55,6 +56,20 @@ def kernel_name(plan: Plan) -> str:
 def nullable(plan: Plan) -> list[Array]:
     """Rows that a call may lack, zero then: initial states, cotangents of final states."""
     return [a for a in plan.reads if a.kind == "row"]
+
+
+_BITS = 31  # of a flag: it is an int32
+
+
+def flags(plan: Plan) -> list[str]:
+    """Names of the numbers that say which of `nullable(plan)` are there."""
+    return [f"given_{k}" if k else "given" for k in range(len(packed([False] * len(nullable(plan)))))]
+
+
+def packed(present: Sequence[bool]) -> tuple[int, ...]:
+    """The numbers of `flags`: bit by bit, whether each of `nullable(plan)` is there."""
+    parts = [present[k : k + _BITS] for k in range(0, max(1, len(present)), _BITS)]
+    return tuple([sum(1 << bit for bit, there in enumerate(part) if there) for part in parts])
 
 
 def _header(plan: Plan) -> list[str]:
@@ -179,21 +194,28 @@ class _Frame:
         plan = self.plan
         pointers = [self.pointer(a, i < len(plan.reads)) for i, a in enumerate(plan.arguments)]
         dims = [f"{r}_{d}" for r in self.params for d in ("inner", "count")]
-        given = f"{', '.join(pointers)}, {', '.join([*dims, ''])}T, N, given, BLOCK: tl.constexpr, AHEAD: tl.constexpr"
-        lines = ["@triton.jit", f"def {kernel_name(plan)}({given}):", *self.describe()]
+        parameters = [*pointers, *dims, "T", "N", *flags(plan), "BLOCK: tl.constexpr", "AHEAD: tl.constexpr"]
+        lines = ["@triton.jit", f"def {kernel_name(plan)}({', '.join(parameters)}):", *self.describe()]
         lines += ["    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "    mask = i < N"]
         return lines + [f"    {r} = math.param({r}_seq, i, {r}_inner, {r}_count, mask)" for r in self.params]
 
     def describe(self) -> list[str]:
         notes = []
-        for bit, role in enumerate(self.nullable):
-            notes.append(f"bit {bit} of `given`: {role}_first is there")
+        for role in self.nullable:
+            flag, bit = self.flag(role)
+            notes.append(f"bit {bit} of `{flag}`: {role}_first is there")
         if self.params:
             notes.append("element i of the step reads param element (i // inner) % count")
         return [f"    # {note}" for note in notes]
 
+    def flag(self, role: str) -> tuple[str, int]:
+        """Which flag, and which bit of it, says whether a row is there."""
+        word, bit = divmod(self.nullable.index(role), _BITS)
+        return flags(self.plan)[word], bit
+
     def is_given(self, role: str) -> str:
-        return f"((given & {1 << self.nullable.index(role)}) != 0)"
+        flag, bit = self.flag(role)
+        return f"(({flag} & {1 << bit}) != 0)"
 
     def first(self, a: Array) -> str:
         return f"tl.load({a.role}_first + i, mask=mask & {self.is_given(a.role)}, other=0).to({COMPUTE[a.compute]})"

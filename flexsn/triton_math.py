@@ -5,7 +5,6 @@ Under `TRITON_INTERPRET=1` kernels run on CPU tensors, and `libdevice` is the sa
 
 from __future__ import annotations
 
-import os
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = triton.knobs.runtime.interpret
 
 
 class _ByTorch:

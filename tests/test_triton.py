@@ -273,6 +273,61 @@ print(json.dumps(len(ran)))
     assert child(["-c", code], TRITON_CACHE_DIR=str(tmp_path)) == 1
 
 
+def test_builds_after_a_scope_of_knobs_take_the_shorter_way(tmp_path):
+    code = """
+import json
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+import test_triton as t
+ran, to_ttgir = [], t.launch_passes._to_ttgir
+t.launch_passes._to_ttgir = lambda *args: (ran.append(args), to_ttgir(*args))[1]
+kernel = t.launch_triton.Kernel(t.plans("lif")["inference"], t.render_triton.render(t.plans("lif")["inference"]))
+knobs.compilation.always_compile = True
+def build():
+    kernel.build(t.tile_for(kernel.plan, 16, 132, True), GPUTarget(*t.TARGETS["sm_90"]))
+with knobs.runtime.scope():
+    build()
+build()
+print(json.dumps(len(ran)))
+"""
+    assert child(["-c", code], TRITON_CACHE_DIR=str(tmp_path)) == 2
+
+
+def delay_line(x, *taps):
+    moved = [0.5 * tap + torch.relu(before) * tap + before for tap, before in zip(taps, (x, *taps[:-1]), strict=True)]
+    return flexsn.surrogate.atan(moved[-1] - 0.5), *moved
+
+
+@interpreted
+@pytest.mark.parametrize("n", [15, 16, 31, 32, 40])
+def test_many_states(n):
+    """More rows that a call may lack than an int32 has bits: starts and the cotangents of ends."""
+    x, starts = torch.rand(3, 4), [torch.rand(4) / 10 if k % 2 else None for k in range(n)]
+
+    def results(backend):
+        leaves = [t if t is None else t.clone().requires_grad_() for t in (x, *starts)]
+        outputs, ends = flexsn.scan(delay_line, leaves[:1], leaves[1:], backend=backend)
+        loss = outputs[0].sum() + sum((k + 1) * end.sum() for k, end in enumerate(ends) if k % 3)
+        return [*outputs, *ends, *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
+
+    torch.testing.assert_close(results("triton"), results("torch"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_many_states_build(tmp_path):
+    code = """
+import json
+import torch
+from triton.backends.compiler import GPUTarget
+import test_triton as t
+t.TUNED["delay_line"] = t.delay_line, torch.float32, 1, 33, []
+found = [t.plans("delay_line")[kernel] for kernel in ("forward", "backward")]
+builds = [t.launch_triton.Kernel(p, t.render_triton.render(p)).build(t.tile_for(p, 16, 132, True), GPUTarget(*t.TARGETS["sm_90"])) for p in found]
+print(json.dumps([len(b.asm["cubin"]) > 0 for b in builds]))
+"""
+    assert child(["-c", code], TRITON_CACHE_DIR=str(tmp_path)) == [True, True]
+
+
 @pytest.mark.slow
 def test_builds_for_amd():
     """All but those that call libdevice, which is CUDA's: these say so."""
@@ -303,6 +358,11 @@ def test_without_triton():
     assert triton == inductor and triton[0] == "BackendUnavailableError"
     assert "not installed" in triton[1] and 'pip install "flexsn[triton]"' in triton[1]
     assert auto == eager == 24.0
+
+
+def test_the_interpreter_is_asked_for_as_triton_reads_it():
+    triton, *others = child(["-c", CALL.format(first="")], TRITON_INTERPRET="True")
+    assert triton == 24.0 and others == [24.0] * 3
 
 
 def test_operands_on_the_cpu():
