@@ -44,7 +44,11 @@ def decompose(program: torch.export.ExportedProgram, loop: str = "scan") -> torc
     loops = {"scan": _scan, "unroll": _unroll}
     if loop not in loops:
         raise ValueError(f"unknown loop {loop!r}; there are {', '.join(map(repr, loops))}")
-    return program.run_decompositions({torch.ops.flexsn.forward.default: functools.partial(_forward, loops[loop])})
+    try:
+        return program.run_decompositions({torch.ops.flexsn.forward.default: functools.partial(_forward, loops[loop])})
+    except DecomposeError as error:
+        error.args = (error.args[0].partition("\n\nWhile executing")[0],)  # PyTorch adds the node, with a neuron's whole program
+        raise
 
 
 def _forward(loop: Callable, text: str, inputs: Tensors, states, params: Tensors, step, checkpoints, save, sequences) -> list[Tensor]:
