@@ -113,7 +113,8 @@ def store(s: dict) -> list[str]:
         "",
         "K = 1 stores the states of every step, so that the backward recomputes nothing; a larger K stores them every K steps. Storing never"
         " won by more than the noise, not even for Hodgkin-Huxley with its six exponentials, and it loses where neurons are few, so the"
-        " plan recomputes always (`plan.chunk_in_registers`).",
+        " plan recomputes always (`plan.chunk_in_registers`). It knows no N: where neurons are few, a chunk longer than the chosen one can be"
+        " quicker, as for Hodgkin-Huxley below, and where they are many it is slower.",
         "",
         "| core | T x N | K | training, ms | checkpoints over input |",
         "|---|---|---:|---:|---:|",
