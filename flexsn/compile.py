@@ -306,7 +306,8 @@ def program_for(
         metas: of inputs, states (None: default states) and params.
         captured: captured tensors by path.
     """
-    statics = tuple((path, tuple(t.shape), t.dtype, t.requires_grad) for path, t in captured.items())
+    first: dict[int, str] = {}  # a tensor under two names is one to the trace
+    statics = tuple((path, first.setdefault(id(t), path), tuple(t.shape), t.dtype, t.requires_grad) for path, t in captured.items())
     base = (backend, reads.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype())
     exact = (*base, tuple(metas))
     with lock:

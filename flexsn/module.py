@@ -13,7 +13,8 @@ from .arguments import InitialStates, Start, as_tuple, check_count, check_start,
 from .dynamo import exporting, refuse_carried
 from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError
 from .ops import carry, check_backend
-from .reads import Reads, lock, module_tensors
+from .reads import Reads, bound, lock, module_tensors
+from .reads import look as walk
 from .scan import compile_core, look, run_core
 from .signature import check_core, core_name, not_a_tensor, positional_names
 
@@ -79,7 +80,9 @@ class FlexSN(nn.Module):
     """
 
     runs_sequences = True  # no core of another
-    unread = frozenset({"_reads", "_names", "_origin", "_holders", "captured"})  # attributes that no core means, should one lead here
+    unread = frozenset(
+        {"_reads", "_copied", "_names", "_origin", "_holders", "captured"}
+    )  # attributes that no core means, should one lead here
 
     def __init__(
         self,
@@ -127,6 +130,8 @@ class FlexSN(nn.Module):
         self.state_seqs: list[Tensor] | None = None
         self.captured: _Tensors | None = None
         self._reads: Any = None
+        self._copied: Any = None  # what the core reads where a copy's modules stand in place of those that it captures
+        self.holds_copies = False  # whether it is a copy whose core captures modules
         self._names: dict[str, str] = {}  # path of a captured object -> its name in `captured`
         self._origin: dict[str, Any] = {}  # what the path led to when it was registered
         self._holders: dict[str, nn.Module] = {}  # by path, captured networks that hold this neuron: no parts of it
@@ -175,7 +180,13 @@ class FlexSN(nn.Module):
         """What the core reads now, and the objects that this module uses in place of captured ones, by path."""
         if self._reads is None or not self._reads.of_now(self.core):
             self._look()
-        return self._reads, self._replaced()
+        replaced = self._replaced()
+        if any(isinstance(own, nn.Module) and own is not self._reads.objects[path].get() for path, own in replaced.items()):
+            with bound(self._reads, replaced):  # a copy's modules have flags and numbers of their own
+                if self._copied is None or not self._copied.current():
+                    self._copied = walk(self.core)
+            return self._copied, replaced
+        return self._reads, replaced
 
     def captured_places(self) -> dict[int, tuple[str, ...]]:
         """Of every tensor that the core captured, by its `id`: the attributes that lead to this module's own."""
@@ -370,11 +381,12 @@ class FlexSN(nn.Module):
                 value = [v.detach() for v in value]
             shared = key in ("_origin", "core") and not isinstance(self.core, nn.Module)
             new.__dict__[key] = value if shared else copy.deepcopy(value, memo)
+        new.holds_copies = new.captured is not None and bool(new.captured._modules)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state["_reads"] = None
+        state["_reads"] = state["_copied"] = None
         return state
 
     def extra_repr(self) -> str:

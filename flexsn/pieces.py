@@ -62,7 +62,7 @@ def scan_pieces(
 
     def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
         read = pieces.read(k, device)
-        pieces.check_unchanged(k, (*read, *shared()))
+        pieces.check_unchanged(k, read, shared())
         outputs, finals, trail = run(read, states)
         return outputs if reduce is None else _reduced(core, k, reduce(k, *outputs)), finals, trail
 
@@ -145,6 +145,7 @@ class _Pieces:
         self.count = next(iter(counts.values()), None)
         self.waiting: list[Any] = []
         self.versions: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+        self.shared: dict[int, list[weakref.ref[Tensor]]] = {}
 
     def numbers(self) -> Iterator[int]:
         """0, 1, ... while there are pieces; those of iterators wait to be read."""
@@ -172,8 +173,12 @@ class _Pieces:
                 )  # fmt: skip
         return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
 
-    def check_unchanged(self, k: int, tensors: Sequence[Tensor]) -> None:
-        """Raise if what piece `k` used was written in place since it was run first: the gradient would be of another call."""
+    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: Sequence[Tensor]) -> None:
+        """Raise if what piece `k` used was replaced or written in place since it was run first: the gradient would be of another call.
+
+        Args:
+            shared: params and captured tensors.
+        """
         for tensor, version in self.versions.get(k, ()):
             held = tensor()
             if held is not None and held._version != version:
@@ -182,7 +187,13 @@ class _Pieces:
                     core=self.core, hint="Run the backward first: it reads the pieces and the params again.",
                 )  # fmt: skip
         if k not in self.versions:
-            self.versions[k] = [(weakref.ref(t), t._version) for t in tensors if not t.is_inference()]
+            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared) if not t.is_inference()]
+            self.shared[k] = [weakref.ref(t) for t in shared]
+        elif len(shared) != len(self.shared[k]) or any(ref() is not t for ref, t in zip(self.shared[k], shared, strict=True)):
+            raise PiecesError(
+                f"a tensor that the core captures was replaced by another one after piece {k} ran, before the backward", core=self.core,
+                hint="Run the backward first, and inside of what replaces it (`functional_call`): it runs the core again.",
+            )  # fmt: skip
 
     def refuse_gradients(self, results: Sequence[Tensor]) -> None:
         if self.one_shot and any(t.requires_grad for t in results):

@@ -146,9 +146,12 @@ def compile_core(
     """
     if not dynamo.ready():
         return uncompiled_call(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
+    if owner is not None and owner.holds_copies:
+        return uncompiled_copy(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
     results = core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
     if isinstance(results, str):  # no kernel can express the core
-        loop = loop_scan if results == dynamo.SCAN else uncompiled_loop
+        capturing = owner is not None and owner.captured is not None  # Dynamo would read what the core holds, not what the module does
+        loop = loop_scan if results == dynamo.SCAN and not capturing else uncompiled_loop
         return loop(core, owner, inputs, states, params, sequences, num_outputs)
     n = len(states)
     outs = len(results) - (2 * n if sequences else n)
@@ -179,6 +182,20 @@ def uncompiled_call(
     """The call as it runs outside of `torch.compile`, between compiled parts."""
     seen = (look(core), {}) if owner is None else owner.look()
     return run_core(core, *seen, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs)
+
+
+@_compat.outside_dynamo(
+    "flexsn runs the call uncompiled: this neuron is a copy, and its core captures a module, of which Dynamo would read the original's "
+    "flags and numbers. Make the core an `nn.Module` that holds that module, or compile without `fullgraph=True`"
+)
+def uncompiled_copy(
+    core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], sequences: bool,
+    num_outputs: int | None, backend: str, strict: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """As `uncompiled_call`."""
+    return run_core(
+        core, *owner.look(), inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs
+    )
 
 
 def compiled_loop(
@@ -231,7 +248,7 @@ def run_core(
     captured = seen.tensors(replaced) if seen.objects else {}
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
-    key = _kinds(tensors, (*counts, backend, sequences, num_outputs, tune))
+    key = _kinds(tensors, (*counts, backend, sequences, num_outputs, tune, _tied(captured) if captured else ()))
     call = seen.calls.get(key)
     if call is not None and _compat.forward_ad_level() < 0:
         try:
@@ -323,6 +340,12 @@ def _kept(core: Callable) -> Reads | None:
 
 
 _MOST_CALLS = 256
+
+
+def _tied(captured: dict[str, Tensor]) -> tuple[int, ...]:
+    """Which captured tensors are the same one, under several names; empty if none."""
+    ids = [id(t) for t in captured.values()]
+    return () if len(set(ids)) == len(ids) else tuple([ids.index(i) for i in ids])
 
 
 def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:

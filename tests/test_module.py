@@ -697,3 +697,89 @@ def test_a_sparse_input_is_refused_by_name_where_a_start_goes_by_channel():
     neuron = flexsn.neurons.LIF(v_leak=torch.rand(3), per_channel=3)
     with pytest.raises(errors.OperandTypeError, match="sparse"):
         neuron(torch.rand(2, 3).to_sparse_csr())
+
+
+# --- which tensors and which values are meant ---------------------------------------------------------------------------------
+class TwoWeights(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.5))
+        self.b = self.a if tied else nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, v):
+        v = v * self.a + x * self.b
+        return v * v, v
+
+
+def two_weights(tied, backend="auto"):
+    return FlexSN(TwoWeights(tied), num_states=1, stateful=False, backend=backend)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_tied_and_untied_tensors_are_two_programs(compiled):
+    x = torch.ones(3, 1)
+    for tied in (True, False, True):
+        neuron, loop = two_weights(tied), two_weights(tied, "torch")
+        run = torch.compile(neuron, backend="aot_eager", fullgraph=True) if compiled else neuron
+        got, want = run(x), loop(x)
+        got.sum().backward(), want.sum().backward()
+        torch.testing.assert_close([got, *(p.grad for p in neuron.parameters())], [want, *(p.grad for p in loop.parameters())])
+
+
+def test_a_tie_may_be_undone():
+    neuron, x = two_weights(tied=True), torch.ones(3, 1)
+    neuron(x)
+    neuron.core.b = nn.Parameter(torch.tensor(2.0))
+    torch.testing.assert_close(neuron(x), two_weights(tied=False, backend="torch")(x))
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.k = nn.Parameter(torch.tensor(0.7)), 2.0
+
+    def forward(self, x):
+        return x * self.w * (self.k if self.training else 0.5)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@torch.no_grad()
+def test_a_copy_has_flags_and_numbers_of_its_own(backend, compiled):
+    gain, x = Gain(), torch.ones(3, 2)
+
+    def core(x, v):
+        v = gain(x) + 0.5 * v
+        return v * 1.0, v
+
+    neuron = FlexSN(core, num_states=1, stateful=False, backend=backend)
+    copied = copy.deepcopy(neuron)
+    torch.testing.assert_close(copied(x), neuron(x), rtol=0, atol=0)
+    copied.eval()
+    run = torch.compile(copied, backend="aot_eager") if compiled else copied
+    torch.testing.assert_close(run(x) * 4.0, neuron(x))
+    copied.train().captured.gain.k = 6.0
+    torch.testing.assert_close(run(x), neuron(x) * 3.0)
+    neuron.eval()
+    torch.testing.assert_close(run(x), neuron(x) * 12.0)
+
+
+def test_a_compiled_copy_whose_core_captures_a_module_is_no_full_graph():
+    gain = Gain()
+    copied = copy.deepcopy(FlexSN(lambda x, v: (gain(x) + v, v * 0.5), num_states=1, stateful=False))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="this neuron is a copy"):
+        torch.compile(copied, backend="aot_eager", fullgraph=True)(torch.ones(3, 2))
+
+
+@torch.no_grad()
+def test_compiled_eager_loop_of_a_copy_takes_its_own_tensors():
+    w, x = nn.Parameter(torch.tensor(0.5)), torch.ones(3, 1)
+
+    def core(x, v):
+        v = v * 0.5 + x * w
+        return v * v, v
+
+    copied = copy.deepcopy(FlexSN(core, num_states=1, backend="torch", stateful=False))
+    copied.captured.w.data.fill_(2.0)
+    torch.testing.assert_close(torch.compile(copied, backend="aot_eager")(x), copied(x), rtol=0, atol=0)

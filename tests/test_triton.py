@@ -512,7 +512,7 @@ def watched(monkeypatch):
         spans[:] = [(t.data_ptr(), t.data_ptr() + t.nbytes, i >= len(self.plan.reads)) for i, t in enumerate(arrays) if t is not None]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.function[(-(-N // 4),)](*held, *dims, T, N, given, BLOCK=4, AHEAD=ahead[0])
+            self.function[(-(-N // 4),)](*held, *dims, T, N, *given, BLOCK=4, AHEAD=ahead[0])
 
     monkeypatch.setattr(builder, "create_masked_load", watched_load)
     monkeypatch.setattr(builder, "create_masked_store", watched_store)
