@@ -80,9 +80,8 @@ class FlexSN(nn.Module):
     """
 
     runs_sequences = True  # no core of another
-    unread = frozenset(
-        {"_reads", "_copied", "_names", "_origin", "_holders", "captured"}
-    )  # attributes that no core means, should one lead here
+    # attributes that no core means, should one lead here
+    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "captured"})
 
     def __init__(
         self,

@@ -312,3 +312,25 @@ def test_arrays_and_loaders_are_no_pieces(tmp_path):
             flexsn.scan(leaky, (pieces,), (None,))
     want = flexsn.scan(leaky, (torch.cat([b[0] for b in loader]),), (None,)).outputs[0]
     assert torch.equal(torch.cat(flexsn.scan(leaky, ([b[0] for b in loader],), (None,)).outputs[0]), want)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_captured_tensor_replaced_before_the_backward(backend):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.full((2,), 0.7))
+
+        def core(self, x, v):
+            v = (x * self.w).tanh() + 0.5 * v * self.w
+            return v * v, v
+
+        def forward(self, x):
+            return torch.cat(flexsn.scan(self.core, (list(x.split(2)),), (torch.zeros(2),), backend=backend).outputs[0])
+
+    net, other, x = Net(), torch.full((2,), 1.3, requires_grad=True), torch.randn(6, 2)
+    total = torch.func.functional_call(net, {"w": other}, (x,)).sum()
+    with pytest.raises(PiecesError, match=r"captures was replaced .* before the backward"):
+        total.backward()
+    net(x).sum().backward()
+    assert net.w.grad.abs().sum() > 0
