@@ -715,6 +715,7 @@ def two_weights(tied, backend="auto"):
     return FlexSN(TwoWeights(tied), num_states=1, stateful=False, backend=backend)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_tied_and_untied_tensors_are_two_programs(compiled):
     x = torch.ones(3, 1)
@@ -742,6 +743,7 @@ class Gain(nn.Module):
         return x * self.w * (self.k if self.training else 0.5)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @torch.no_grad()
@@ -764,6 +766,7 @@ def test_a_copy_has_flags_and_numbers_of_its_own(backend, compiled):
     torch.testing.assert_close(run(x), neuron(x) * 12.0)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
 def test_a_compiled_copy_whose_core_captures_a_module_is_no_full_graph():
     gain = Gain()
     copied = copy.deepcopy(FlexSN(lambda x, v: (gain(x) + v, v * 0.5), num_states=1, stateful=False))
@@ -772,6 +775,7 @@ def test_a_compiled_copy_whose_core_captures_a_module_is_no_full_graph():
         torch.compile(copied, backend="aot_eager", fullgraph=True)(torch.ones(3, 2))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
 @torch.no_grad()
 def test_compiled_eager_loop_of_a_copy_takes_its_own_tensors():
     w, x = nn.Parameter(torch.tensor(0.5)), torch.ones(3, 1)
