@@ -145,7 +145,10 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 def autocast_on() -> bool:
     """Whether autocast is on for CPUs or GPUs: the public calls, which read a name each, where it is on for anything."""
-    return torch._C._is_any_autocast_enabled() and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))  # 2.11, 2.13
+    return _any_autocast() and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+
+
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # 2.11, 2.13
 
 
 def current_stream(device: int) -> int:

@@ -38,7 +38,6 @@ INTERFACES = {
         "torch.utils._device:DeviceContext",
         "torch.autograd.forward_ad:_current_level",
         "torch._C:_functorch.get_interpreter_stack",
-        "torch._C:_is_any_autocast_enabled",
         "torch._C:_functorch.peek_interpreter_stack",
         "torch._C:_functorch.is_functorch_wrapped_tensor",
         "torch._C:_functorch.unwrap_if_dead",
