@@ -150,8 +150,7 @@ def compile_core(
         return uncompiled_copy(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
     results = core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
     if isinstance(results, str):  # no kernel can express the core
-        capturing = owner is not None and owner.captured is not None  # Dynamo would read what the core holds, not what the module does
-        loop = loop_scan if results == dynamo.SCAN and not capturing else uncompiled_loop
+        loop = loop_scan if results == dynamo.SCAN else uncompiled_loop
         return loop(core, owner, inputs, states, params, sequences, num_outputs)
     n = len(states)
     outs = len(results) - (2 * n if sequences else n)

@@ -773,17 +773,3 @@ def test_a_compiled_copy_whose_core_captures_a_module_is_no_full_graph():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="this neuron is a copy"):
         torch.compile(copied, backend="aot_eager", fullgraph=True)(torch.ones(3, 2))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
-@torch.no_grad()
-def test_compiled_eager_loop_of_a_copy_takes_its_own_tensors():
-    w, x = nn.Parameter(torch.tensor(0.5)), torch.ones(3, 1)
-
-    def core(x, v):
-        v = v * 0.5 + x * w
-        return v * v, v
-
-    copied = copy.deepcopy(FlexSN(core, num_states=1, backend="torch", stateful=False))
-    copied.captured.w.data.fill_(2.0)
-    torch.testing.assert_close(torch.compile(copied, backend="aot_eager")(x), copied(x), rtol=0, atol=0)
