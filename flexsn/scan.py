@@ -144,10 +144,8 @@ def compile_core(
     Args:
         owner: the `FlexSN` that holds the captured tensors, if one does.
     """
-    if not dynamo.ready():
+    if not dynamo.ready() or (owner is not None and owner.holds_copies):
         return uncompiled_call(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
-    if owner is not None and owner.holds_copies:
-        return uncompiled_copy(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
     results = core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)
     if isinstance(results, str):  # no kernel can express the core
         loop = loop_scan if results == dynamo.SCAN else uncompiled_loop
@@ -171,8 +169,9 @@ def uncompiled_loop(
 
 
 @_compat.outside_dynamo(
-    "flexsn runs the call uncompiled: this PyTorch has moved what compiled calls stand on, as the `InterfaceWarning` says. Compile "
-    "without `fullgraph=True`"
+    "flexsn runs the call uncompiled: this PyTorch has moved what compiled calls stand on, as an `InterfaceWarning` says; or, without the "
+    "warning, this neuron is a copy whose core captures a module, and Dynamo would read the original's flags and numbers (a core that is a "
+    "module and holds the other is copied with it). Compile without `fullgraph=True`"
 )
 def uncompiled_call(
     core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], sequences: bool,
@@ -181,20 +180,6 @@ def uncompiled_call(
     """The call as it runs outside of `torch.compile`, between compiled parts."""
     seen = (look(core), {}) if owner is None else owner.look()
     return run_core(core, *seen, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs)
-
-
-@_compat.outside_dynamo(
-    "flexsn runs the call uncompiled: this neuron is a copy, and its core captures a module, of which Dynamo would read the original's "
-    "flags and numbers. Make the core an `nn.Module` that holds that module, or compile without `fullgraph=True`"
-)
-def uncompiled_copy(
-    core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], sequences: bool,
-    num_outputs: int | None, backend: str, strict: bool,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """As `uncompiled_call`."""
-    return run_core(
-        core, *owner.look(), inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs
-    )
 
 
 def compiled_loop(
