@@ -8,8 +8,9 @@ imported when `register` is called, which the first compiled call does.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from .sharding import any_dtensor
 from .signature import Signature, core_name, positional_names, step_shape
 from .sizes import Sizes, settle_sizes
 
-INLINED: dict[str, Callable[..., Any]] = {}  # other higher-order operators: name -> how Dynamo traces a call, in Python
+# other higher-order operators: name -> how Dynamo traces a call, in Python, with the first arguments of `core_scan`
+INLINED: dict[str, Callable[..., Any]] = {}
 
 
 def blueprint_of_body(
@@ -142,10 +144,41 @@ def _inlined_variable(dynamo: Any, name: str, written: Callable) -> type:
         _HOP_NAME = name
 
         def _call_function(self, tx, args, kwargs):
-            with torch._dynamo.config.patch(specialize_float=True):  # PyTorch's `scan` cannot follow numbers that are symbols
-                return dynamo._make_inlined(tx, written)(*args, **kwargs)
+            args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
+            _, owner, inputs, states, params, *_ = args
+            owned = {} if owner.is_python_constant() else _owned_proxies(dynamo, tx, owner)
+            before = set(tx.output.graph.nodes)
+            with _following_a_core():
+                results = dynamo._make_inlined(tx, written)(*args, **kwargs)
+            made = [node for node in tx.output.graph.nodes if node not in before]
+            _read_owned(tx, made, owned, [*inputs.items, *states.items, *params.items])
+            return results
 
     return InlinedVariable
+
+
+def _read_owned(tx: Any, nodes: Sequence[fx.Node], owned: dict[int | None, fx.Proxy], operands: Sequence[Any]) -> None:
+    """Let `nodes`, which Dynamo made of a core, read the tensors that the `FlexSN` owns in place of those that the core captured."""
+    from torch._dynamo.exc import Unsupported
+
+    tracer = tx.output.current_tracer
+    outer = {inner.node: proxy.node for proxy, inner in tracer.lifted_freevars.items() if isinstance(inner, fx.Proxy)}
+    passed = {v.as_proxy().node for v in operands if not v.is_python_constant()}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            own = owned.get(_given(outer.get(source, source)))
+            if own is None or own.node is source:
+                continue
+            own = tracer.maybe_lift_tracked_freevar_to_input(own)
+            if source in passed or _kind(own.node) != _kind(source):
+                raise Unsupported("a core that no kernel expresses, of a copied neuron whose tensors differ in kind: it runs uncompiled")
+            node.replace_input_with(source, own.node)
+
+
+def _kind(node: fx.Node) -> tuple:
+    """What a trace depends on of a tensor that is read in another's place."""
+    fake = node.meta["example_value"]
+    return fake.shape, fake.stride(), fake.dtype, fake.device, torch.is_grad_enabled() and fake.requires_grad
 
 
 def _core_scan_variable(dynamo: Any) -> type:
@@ -214,7 +247,8 @@ def _without_kernel(tx: Any) -> str:
     captured tensors and first states, and come out wrong.
     """
     compiler = getattr(tx.output.compiler_fn, "__name__", "")
-    right = not torch.is_grad_enabled() or compiler.startswith(("eager", "aot_eager")) or torch.compiler.is_exporting()
+    known = compiler.startswith(("eager", "aot_eager")) and tx.output.current_tracer.parent is None  # checkpoints have no rule for it
+    right = not torch.is_grad_enabled() or known or torch.compiler.is_exporting()
     return SCAN if right else EAGER
 
 
@@ -228,6 +262,15 @@ def _passed_on(error: FlexSNError) -> Exception:
     UncapturedHigherOrderOpError.__init__(passed, str(error))
     passed.__dict__.update(vars(error))
     return passed
+
+
+@contextlib.contextmanager
+def _following_a_core() -> Iterator[None]:
+    """Numbers are constants, of kernels and for PyTorch's `scan`; no warning of Dynamo's own way with autograd functions, which
+    surrogates are (2.11, 2.13)."""
+    with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+        yield
 
 
 def _speculate(
@@ -250,9 +293,7 @@ def _speculate(
             proxy = tx.output.create_proxy("call_function", torch.empty, (0,), {})
             examples.append(wrap(tx, proxy, example_value=fake))
     mutated = tx.output.side_effects
-    with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings():  # numbers are constants of the kernel
-        # of Dynamo's own way with autograd functions, which surrogates are (2.11, 2.13)
-        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+    with _following_a_core():
         _, graph, lifted = dynamo.speculate_subgraph(
             tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
         )  # fmt: skip
@@ -265,17 +306,23 @@ def _speculate(
 
 def _owned_by(dynamo: Any, tx: Any, owner: Any, lifted: list) -> list:
     """In place of tensors that the core captured, those that the `FlexSN` owns under their names."""
+    owned = _owned_proxies(dynamo, tx, owner, {_given(proxy.node) for proxy in lifted})
+    return [owned.get(_given(proxy.node), proxy) for proxy in lifted]
+
+
+def _owned_proxies(dynamo: Any, tx: Any, owner: Any, wanted: Collection[int | None] | None = None) -> dict[int | None, fx.Proxy]:
+    """By the `id` of each tensor (each `wanted` one) that the core captured: what the `FlexSN` owns in its place."""
     from torch._dynamo.variables import ConstantVariable
 
-    places = owner.value.captured_places()
-    found = []
-    for proxy in lifted:
-        given = proxy.node.meta.get("grapharg")
-        place = places.get(id(given.example)) if given is not None and isinstance(given.example, Tensor) else None
-        if place is not None:
-            proxy = dynamo._make_inlined(tx, _follow)(owner, *map(ConstantVariable.create, place)).as_proxy()
-        found.append(proxy)
-    return found
+    places = {given: place for given, place in owner.value.captured_places().items() if wanted is None or given in wanted}
+    follow = dynamo._make_inlined(tx, _follow)
+    return {given: follow(owner, *map(ConstantVariable.create, place)).as_proxy() for given, place in places.items()}
+
+
+def _given(node: fx.Node) -> int | None:
+    """The `id` of the tensor that a graph is given in this place."""
+    given = node.meta.get("grapharg")
+    return id(given.example) if given is not None and isinstance(given.example, Tensor) else None
 
 
 def _follow(thing: Any, *names: str) -> Any:

@@ -549,12 +549,19 @@ def test_a_transform_inside_a_compiled_function_runs_as_it_is():
         torch.compile(gradients, backend="aot_eager", fullgraph=True)(w, x)
 
 
+def unfused(x, v, w):
+    s, new = plif(x, v, w)
+    return s, torch.sort(new, -1)[0]
+
+
+@pytest.mark.parametrize(("step", "backend"), [(plif, "auto"), (plif, "torch"), (unfused, "auto")], ids=["fused", "torch", "unfused"])
 @pytest.mark.parametrize("kind", ["list", "dict", "attribute", "global"])
-def test_places_of_captured_tensors(kind):
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+def test_places_of_captured_tensors(kind, step, backend):
     """A copy of the net uses its own tensors, wherever the core keeps the first ones."""
     held = {"list": [nn.Parameter(torch.rand(8))], "dict": {"w": nn.Parameter(torch.rand(8))}, "attribute": Plif(8), "global": None}[kind]
     read = {"list": lambda: held[0], "dict": lambda: held["w"], "attribute": lambda: held.w, "global": lambda: DECAY}[kind]
-    net = nn.Sequential(FlexSN(lambda x, v: plif(x, v, read()), 1, 1))
+    net = nn.Sequential(FlexSN(lambda x, v: step(x, v, read()), 1, 1, 1, backend=backend))
     twin = copy.deepcopy(net)
     with torch.no_grad():
         next(twin.parameters()).sub_(2.0)
@@ -567,6 +574,28 @@ def test_places_of_captured_tensors(kind):
     else:
         assert_compiles(twin, (x,))
     assert not torch.equal(net[0].states[0], twin[0].states[0])
+
+
+@pytest.mark.parametrize(("backend", "grad"), [("auto", False), ("auto", True), ("torch", True)])
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+def test_a_core_without_kernel_reads_the_tensors_of_its_neuron(backend, grad):
+    """Under a checkpoint, of another dtype, beside an input that is the captured tensor: what the neuron owns, as in eager calls."""
+    w, u = torch.rand(6, 3, 8), torch.rand(8)
+    original = FlexSN(lambda x, v: unfused(x, v, w[0] * u), 1, 1, 1, backend=backend, stateful=False)
+    other, wide = copy.deepcopy(original), copy.deepcopy(original).double()
+    with torch.no_grad():
+        next(iter(other.captured.buffers())).sub_(2.0)
+    x = torch.randn(6, 3, 8)
+    checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, other, use_reentrant=False)
+    beside = lambda x: other(x + w) + original(w)
+    of_its_own_input = lambda x: x + other(w)
+    for call, given in ((other, x), (checkpointed, x), (beside, x), (of_its_own_input, x), (wide, x.double()), (original, x)):
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(torch.compile(call, backend="aot_eager")(given), call(given))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="tensors differ in kind"):
+        torch.compile(wide, backend="aot_eager", fullgraph=True)(x.double())
 
 
 @pytest.mark.parametrize("backend", ["triton", "inductor"])
