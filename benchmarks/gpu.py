@@ -116,7 +116,7 @@ def measure_kernels() -> dict:
         made = {dtype: program(NEURONS[name], dtype) for _, _, dtype in sizes}
         for T, N, dtype in sizes:
             found, pool = plans(made[dtype], dtype), {}
-            checkpoints = made[dtype].backend.checkpoints(T, made[dtype].chunk)
+            checkpoints = made[dtype].checkpoints(T)
             ms = {k: kernel_ms(p, T, N, checkpoints, pool) for k, p in found.items()}
             floor = {k: sequence_bytes(p) * T * N / rate * 1e3 for k, p in found.items()}
             row = {"core": name, "T": T, "N": N, "dtype": str(dtype)[6:], "chunk": made[dtype].chunk, "ms": ms, "floor_ms": floor}
@@ -139,7 +139,7 @@ def measure_store() -> dict:
         for chunk in sorted({1, 2, 4, planned}):
             made.chunk, pool = chunk, {}
             found = plans(made, F32)
-            checkpoints = made.backend.checkpoints(T, chunk)
+            checkpoints = made.checkpoints(T)
             ms = sum(kernel_ms(found[k], T, N, checkpoints, pool, rep=30) for k in ("forward", "backward"))
             extra = checkpoints * len(neuron.rest) / (T * len(neuron.drive))
             rows.append(
@@ -314,6 +314,34 @@ def measure_peers() -> dict:
 
 
 # --- memory, compile, workload ------------------------------------------------------------------------------------------------------
+def peak(training: Callable[[], object], x: Tensor) -> dict:
+    """Bytes that a step allocates at its peak, and those beyond its output and gradient over the bytes of the input `x`."""
+    training()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = training()
+    found = torch.cuda.max_memory_allocated() - before
+    del kept
+    return {"peak_bytes": found, "extra_over_input": (found - 2 * x.nbytes) / x.nbytes}
+
+
+def measure_lengths() -> dict:
+    """Memory by T, at about as many neuron-steps each: whole chunks and not."""
+    rows = []
+    for T in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 17, 31, 32, 100, 1000):
+        N = 2**25 // T // 256 * 256
+        row: dict = {"T": T, "N": N, "extra_over_input": {}}
+        for dtype in (F32, F16):
+            inputs, cotangents = operands(LIF_SIGMOID, T, N, dtype)
+            _, training = steps(LIF_SIGMOID, inputs, cotangents)
+            row["extra_over_input"][str(dtype)[6:]] = peak(training, inputs[0])["extra_over_input"]
+        print("lengths", row, flush=True)
+        rows.append(row)
+    return {"rows": rows}
+
+
 def measure_memory() -> dict:
     T, N = 32, 802_816
     inputs, cotangents = operands(LIF_SIGMOID, T, N)
@@ -323,16 +351,7 @@ def measure_memory() -> dict:
             continue
         _, training = steps(LIF_SIGMOID, inputs, cotangents, make())
         try:
-            training()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            kept = training()
-            peak = torch.cuda.max_memory_allocated() - before
-            size = inputs[0].numel() * 4
-            found[key] = {"peak_bytes": peak, "extra_over_input": (peak - 2 * size) / size}
-            del kept
+            found[key] = peak(training, inputs[0])
         except Exception as error:  # a peer may fail in any way: the report says how
             if key == "flexsn":
                 raise
@@ -477,7 +496,7 @@ def run_tests() -> dict:
     }
 
 
-PARTS = {"kernels": measure_kernels, "calls": measure_calls, "memory": measure_memory, "compile": measure_compile, "workload": measure_workload,
+PARTS = {"kernels": measure_kernels, "calls": measure_calls, "memory": measure_memory, "lengths": measure_lengths, "compile": measure_compile, "workload": measure_workload,
          "store": measure_store, "tests": run_tests, "peers": measure_peers, "cupy": measure_cupy}  # fmt: skip
 
 

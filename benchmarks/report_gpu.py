@@ -201,19 +201,32 @@ def cupy(d: dict) -> list[str]:
     return [*lines, ""]
 
 
+def lengths(rows: list[dict]) -> list[str]:
+    """Memory by T."""
+    most = {dtype: max(r["extra_over_input"][dtype] for r in rows) for dtype in ("float32", "float16")}
+    return [
+        f"By T, about 2^25 neuron-steps each: at most {most['float32']:.3f} in float32 and {most['float16']:.3f} in float16, whose chunks"
+        " have 8 steps, and whose checkpoints are in float32 as the states are.",
+        "",
+        "| T | " + " | ".join(str(r["T"]) for r in rows) + " |",
+        "|---|" + "---:|" * len(rows),
+        *(f"| {dtype} | " + " | ".join(f"{r['extra_over_input'][dtype]:.3f}" for r in rows) + " |" for dtype in ("float32", "float16")),
+    ]
+
+
 def rest(d: dict) -> list[str]:
     memory = d["memory"]
     lines = [
         "## Memory of a training step",
         "",
         f"LIF, T x N = {memory['T']} x {memory['N']}: peak of allocated memory less outputs and gradient, over the bytes of the input."
-        " Asked of flexsn: at most 1/8. A checkpoint follows every K steps, and one every binary digit of what is left of T: where T is"
-        " no multiple of K these are more than T / K, for small T at worst a third of the input (T = 3).",
+        " Asked of flexsn: at most 1/8. A checkpoint is stored at the start of every chunk of K steps but the first, in float32.",
         "",
         "| | extra over input |",
         "|---|---:|",
     ]
     lines += [f"| {PEERS[k]} | {v['extra_over_input']:.3f} |" for k, v in memory["peers"].items() if "extra_over_input" in v]
+    lines += ["", *lengths(d["lengths"]["rows"])]
     lines += [
         "",
         "## First call",

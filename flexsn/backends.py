@@ -20,7 +20,6 @@ class Backend:
         load: plan and source -> kernel.
         chunk: steps of a chunk, for numbers of inputs, states and ops of a step, bytes of an input's element, and whether
             checkpoints are stored.
-        checkpoints: how many are stored for T steps in chunks of K.
         refuses: why it cannot run on a device, or None.
         lazy: kernels are built for the sizes of a call; their `expect` starts that early.
     """
@@ -28,14 +27,11 @@ class Backend:
     render: Callable[[plan.Plan], str]
     load: Callable[[plan.Plan, str], Any]
     chunk: Callable[[int, int, int, int, bool], int]
-    checkpoints: Callable[[int, int], int]
     refuses: Callable[[torch.device], str | None]
     lazy: bool = False
 
 
 BACKENDS = {
-    "cpp": Backend(render_cpp.render, launch_cpp.load, plan.chunk_in_cache, plan.checkpoints_of_chunks, launch_cpp.check_device),
-    "triton": Backend(
-        render_triton.render, launch_triton.load, plan.chunk_in_registers, plan.checkpoints_of_pieces, launch_triton.check_device, True
-    ),
+    "cpp": Backend(render_cpp.render, launch_cpp.load, plan.chunk_in_cache, launch_cpp.check_device),
+    "triton": Backend(render_triton.render, launch_triton.load, plan.chunk_in_registers, launch_triton.check_device, True),
 }

@@ -95,8 +95,9 @@ class Program:
     # --- kernels ------------------------------------------------------------------------------------------------------
     def checkpoints(self, T: int) -> int:
         """Rows of states that a forward stores: exact where T is a number, an upper bound where it is symbolic."""
-        bound = _compat.is_symbolic(T)
-        return T // self.chunk + self.chunk.bit_length() if bound else self.backend.checkpoints(T, self.chunk)
+        if _compat.is_symbolic(T):
+            return T // self.chunk + 2  # never 0 or 1, which PyTorch would make a case of its own
+        return plan.checkpoints(T, self.chunk)
 
     def plan_of(self, direction: str, *flags: Any) -> plan.Plan:
         """`forward_plan(*flags)` or `backward_plan(*flags)`."""

@@ -242,7 +242,7 @@ def _settle_backward(
         roles = _roles(inputs, states, checkpoints, given)
         launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
         own = program_from(program, inputs[0].device)
-        return launch, roles, own.backend.checkpoints(launch.T, own.chunk)
+        return launch, roles, own.checkpoints(launch.T)
 
     return _settle((inputs[0].device, program, step, len(checkpoints), given, wanted), operands, params, made)
 

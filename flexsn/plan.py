@@ -88,7 +88,7 @@ def chunk_in_cache(num_inputs: int, num_states: int, ops: int, itemsize: int, ch
     return length
 
 
-def checkpoints_of_chunks(T: int, K: int) -> int:
+def checkpoints(T: int, K: int) -> int:
     """Every chunk but the first starts from a checkpoint."""
     return max(0, -(-T // K) - 1)
 
@@ -102,11 +102,6 @@ def chunk_in_registers(num_inputs: int, num_states: int, ops: int, itemsize: int
     while length > 2 and length * ops * max(4, itemsize) // 4 > _UNROLLED[not checkpoint]:
         length //= 2
     return length
-
-
-def checkpoints_of_pieces(T: int, K: int) -> int:
-    """The same, where the steps after the last full chunk go in one piece for every bit of T % K."""
-    return max(0, T // K + (T % K).bit_count() - 1)
 
 
 def plan_forward(step: Graph, storage: dict[str, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool) -> Plan:

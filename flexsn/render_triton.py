@@ -1,9 +1,9 @@
 """Plan -> Triton source. Pure: needs neither triton nor a device.
 
 One program walks all of T for BLOCK neurons, their states in registers. T is a run-time number: full chunks of K steps in
-a loop, then one piece for every bit of T % K. The loads of a chunk are issued together, before its first step. The
-backward takes the pieces and chunks from the last to the first, recomputes the states of each from its checkpoint,
-and keeps them in registers.
+a loop, then the rest at once, by code for a power of two of steps of which as many count as are left. The loads of a chunk
+are issued together, before its first step. The backward takes the rest and the chunks from the last to the first, recomputes
+the states of each from its checkpoint, and keeps them in registers.
 
 The kernel is `<core>_forward(*plan.arguments, *(inner, count per param), T, N, given, BLOCK, AHEAD)`, or `_backward`; bit k
 of `given` says whether the k-th of `nullable(plan)` is there (where there are more than 31, `given_1` and so on follow it).
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
@@ -224,9 +224,28 @@ class _Frame:
         return [f"    tl.store({a.role}_last + i, {a.role}, mask=mask)" for a in self.plan.writes if a.kind == "row"]
 
 
-def _pieces(chunk: int) -> list[int]:
-    """Steps of the pieces after the full chunks: powers of two below K, the largest first."""
-    return [1 << k for k in reversed(range(chunk.bit_length() - 1))]
+def _lengths(most: int) -> list[int]:
+    """Steps for which code is written where at most so many are left: powers of two, the shortest that serves is taken."""
+    return [1 << k for k in range(most.bit_length())]
+
+
+def _indented(lines: Sequence[str], levels: int = 1) -> list[str]:
+    return ["    " * levels + line for line in lines]
+
+
+def _reads(sequences: Sequence[str], count: object, length: int, *, to: str = "", at: str = "", mask: str = "mask") -> list[str]:
+    return [f"{r}{to} = math.read({r}_at{at}, N, {mask}, count={count}, L={length})" for r in sequences]
+
+
+def _shortest(most: int, of_length: Callable[[int], list[str]]) -> list[str]:
+    """The code of the shortest length that serves the `rest` steps that are left, one to `most`."""
+    if most == 1:
+        return of_length(1)
+    lines: list[str] = []
+    for length in reversed(_lengths(most)):
+        test = f"{'elif' if lines else 'if'} rest > {length // 2}:"  # no `else`: Triton wants one type of what both branches define
+        lines += [test, *_indented(of_length(length))]
+    return lines
 
 
 # --- forward -----------------------------------------------------------------------------------------------------------------------
@@ -235,20 +254,24 @@ def _forward(plan: Plan) -> list[str]:
     states = f.carried
     outputs = {a.role: a.role if a.role[0] == "y" else f"v{a.role[1:]}" for a in plan.writes if a.kind == "sequence"}
     operands = list(plan.step.inputs)
-    results = [r for r in plan.step.outputs if r[0] == "y"] + states
-    lines = _computation(plan, plan.step, "step", f"One step of {core}.", operands, results)
+    results = [r for r in plan.step.outputs if r[0] == "y"]
+    lines = _computation(plan, plan.step, "step", f"One step of {core}.", operands, results + states)
 
     at = [f"{r}_at" for r in f.written]
     body = ["for j in tl.static_range(L):"]
-    body.append("    " + _call(results, "step", [f"{r}[j]" if r in f.sequences else r for r in operands] or ["mask"]))
-    body += [f"    tl.store({r}_at + j * N, {outputs[r]}, mask=mask)" for r in f.written]
-    parameters = [*f.sequences, *at, *states, *f.params, "N", "mask", "L: tl.constexpr"]
-    lines += _function("steps", parameters, "L steps, their inputs in registers.", body, states)
+    own = [f"{r}[j]" if r in f.sequences else r for r in operands] or ["mask"]
+    body.append("    " + _call([*results, *(f"{v}_next" for v in states)], "step", own))
+    body += [f"    {v} = tl.where(j < count, {v}_next, {v})" for v in states]
+    body += [f"    tl.store({r}_at + j * N, {outputs[r]}, mask=mask & (j < count))" for r in f.written]
+    parameters = [*f.sequences, *at, *states, *f.params, "N", "mask", "count", "L: tl.constexpr"]
+    lines += _function("steps", parameters, "The first `count` of L steps, their inputs in registers.", body, states)
 
-    def run(length: object) -> str:
-        return _call(states, "steps", [*f.sequences, *at, *states, *f.params, "N", "mask", str(length)])
+    def run(count: object, length: int) -> str:
+        return _call(states, "steps", [*f.sequences, *at, *states, *f.params, "N", "mask", f"count={count}", f"L={length}"])
 
-    moving = [*(f"{r}_at" for r in f.sequences), *at]
+    def piece(length: int) -> list[str]:
+        return [*_reads(f.sequences, "rest", length), run("rest", length)]
+
     lines += f.open()
     lines += [f"    {a.role} = {f.first(a)}" for a in plan.carried if a.role in f.nullable]
     lines += [f"    {r}_at = {r}_seq + i" for r in (*f.sequences, *f.written)]
@@ -257,99 +280,143 @@ def _forward(plan: Plan) -> list[str]:
     save += [f"{r}_at += N" for r in f.checkpoints]
     if save:
         lines.append("    t = 0")
-
-    def advance(length: int) -> list[str]:
-        return [*(f"{r} += {length} * N" for r in moving), *([f"t += {length}"] if save else [])]
-
-    lines += (
-        ["    if AHEAD:", *(f"        {r}_next = math.read({r}_at, N, mask & (T >= {K}), {K})" for r in f.sequences)] if f.sequences else []
-    )
-    lines.append(f"    for left in range(T // {K}, 0, -1):")
-    lines += [f"        {s}" for s in save]
     if f.sequences:
-        lines += ["        if AHEAD:", *(f"            {r} = {r}_next" for r in f.sequences)]
-        lines += [f"            {r}_next = math.read({r}_at + {K} * N, N, mask & (left > 1), {K})" for r in f.sequences]
-        lines += ["        else:", *(f"            {r} = math.read({r}_at, N, mask, {K})" for r in f.sequences)]
-    lines += [f"        {run(K)}", *(f"        {s}" for s in advance(K))]
-    for length in _pieces(K):
-        lines.append(f"    if (T & {length}) != 0:")
-        lines += [f"        {s}" for s in save]
-        lines += [f"        {r} = math.read({r}_at, N, mask, {length})" for r in f.sequences]
-        lines += [f"        {run(length)}", *(f"        {s}" for s in advance(length))]
+        lines += ["    if AHEAD:", *_indented(_reads(f.sequences, K, K, to="_next", mask=f"mask & (T >= {K})"), 2)]
+    lines.append(f"    for left in range(T // {K}, 0, -1):")
+    body = save
+    if f.sequences:
+        body = [*body, "if AHEAD:", *(f"    {r} = {r}_next" for r in f.sequences)]
+        body += _indented(_reads(f.sequences, K, K, to="_next", at=f" + {K} * N", mask="mask & (left > 1)"))
+        body += ["else:", *_indented(_reads(f.sequences, K, K))]
+    body = [*body, run(K, K), *(f"{r}_at += {K} * N" for r in (*f.sequences, *f.written)), *([f"t += {K}"] if save else [])]
+    lines += _indented(body, 2)
+    if K > 1:
+        lines += [f"    rest = T % {K}", "    if rest > 0:", *_indented([*save, *_shortest(K if K > 2 else 1, piece)], 2)]
     return [*lines, *f.last_rows()]
 
 
 # --- backward ------------------------------------------------------------------------------------------------------------------------
 def _backward(plan: Plan) -> list[str]:
     assert plan.advance is not None
-    f, K, core = _Frame(plan), plan.chunk, safe(plan.core)
-    vjp, ahead = plan.step, plan.advance
+    f, core, ahead, vjp = _Frame(plan), safe(plan.core), plan.advance, plan.step
     states = [f"v{r[1:]}" for r in f.checkpoints]
     lines: list[str] = []
     if states:
-        comment = f"The states of {core} one step on."
-        lines += _computation(plan, ahead, "advance", comment, list(ahead.inputs), states)
-    operands, results = list(vjp.inputs), list(vjp.outputs)
-    lines += _computation(plan, vjp, "vjp", f"One step back: the vector-Jacobian product of {core}.", operands, results)
-
-    at = [f"{r}_at" for r in f.written]
-    body = [f"{v}_all = ({v},)" for v in states]
-    if states:
-        own = [f"{r}[j]" if r in f.sequences else r for r in ahead.inputs]
-        body += ["for j in tl.static_range(L - 1):", "    " + _call(states, "advance", own or ["mask"])]
-        body += [f"    {v}_all = {v}_all + ({v},)" for v in states]
-    body.append("for j in tl.static_range(L - 1, -1, -1):")
-    gained = {r: f"{r}_step" for r in f.carried if r[:2] == "gp"}
-    body += [f"    {r} = {r} + gs{r[2:]}[j].to({r}.dtype)" for r in f.carried if f"gs{r[2:]}" in f.sequences and r[:2] == "gv"]
-    own = [f"{r}[j]" if r in f.sequences else f"{r}_all[j]" if r in states else r for r in operands]
-    body.append("    " + _call([gained.get(r, r) for r in results], "vjp", own or ["mask"]))
-    body += [f"    {r} = {r} + {new}" for r, new in gained.items()]
-    body += [f"    tl.store({r}_at + j * N, {r}, mask=mask)" for r in f.written]
-    parameters = [*f.sequences, *at, *states, *f.carried, *f.params, "N", "mask", "L: tl.constexpr"]
-    lines += _function("steps", parameters, "L steps: the states on from the first, then the gradients back.", body, f.carried)
+        lines += _computation(plan, ahead, "advance", f"The states of {core} one step on.", list(ahead.inputs), states)
+    comment = f"One step back: the vector-Jacobian product of {core}."
+    lines += _computation(plan, vjp, "vjp", comment, list(vjp.inputs), list(vjp.outputs))
+    way = _WayBack(plan, f, states)
+    lines += way.functions()
 
     lines += f.open()
     for a in plan.carried:
         zero = f"tl.zeros((BLOCK,), {COMPUTE[a.compute]})"
         lines.append(f"    {a.role} = {f.first(a) if a.role in f.nullable else zero}")
-    lines += ["    t = T", *(f"    {r}_at = {r}_seq + i + T * N" for r in (*f.sequences, *f.written))]
-    if f.checkpoints:
-        count = " + ".join([f"T // {K}", *(f"((T >> {n.bit_length() - 1}) & 1)" for n in _pieces(K))])
-        lines.append(f"    chunks = {count}")
-        lines += [f"    {r}_at = {r}_seq + i + (chunks - 2) * N  # of the last chunk" for r in f.checkpoints]
+    lines += ["    t = T", *(f"    {r}_at = {r}_seq + i + T * N" for r in way.moving)]
+    lines += [f"    {r}_at = {r}_seq + i + ((T - 1) // {plan.chunk} - 1) * N  # of the last chunk" for r in f.checkpoints]
+    return [*lines, *_indented(way.rest()), *_indented(way.chunks()), *f.last_rows()]
 
-    def back(length: int) -> list[str]:
-        return [f"t -= {length}", *(f"{r}_at -= {length} * N" for r in (*f.sequences, *f.written))]
 
-    def state(v: str, t: str) -> str:
-        return f"math.state_at({t}, c{v[1:]}_at, {v}_first + i, {f.is_given(v)}, mask)"
+class _WayBack:
+    """From the last step to the first: what is left of T after the full chunks, then the chunks."""
 
-    moves = [f"{r}_at -= N" for r in f.checkpoints]
+    def __init__(self, plan: Plan, frame: _Frame, states: list[str]):
+        assert plan.advance is not None
+        self.plan, self.frame, self.states, self.K = plan, frame, states, plan.chunk
+        self.advance = [r if r not in frame.sequences else f"{r}[j]" for r in plan.advance.inputs] or ["mask"]
+        self.needed = [r for r in plan.advance.inputs if r in frame.sequences]
+        self.moving = [*frame.sequences, *frame.written]
 
-    def run(length: int) -> str:
-        return _call(f.carried, "steps", [*f.sequences, *at, *states, *f.carried, *f.params, "N", "mask", str(length)])
+    # --- functions ---------------------------------------------------------------------------------------------------
+    def functions(self) -> list[str]:
+        lines = self.after() if self.states and self.K > 2 else []
+        f, states = self.frame, self.states
+        body = [f"{v}_all = ({v},)" for v in states]
+        if states:
+            body += ["for j in tl.static_range(L - 1):", "    " + _call(states, "advance", self.advance)]
+            body += [f"    {v}_all = {v}_all + ({v},)" for v in states]
+        body.append("for j in tl.static_range(L - 1, -1, -1):")
+        body += [f"    {line}" for line in self.step_back()]
+        body += [f"    tl.store({r}_at + j * N, {r}, mask=mask & (j < count))" for r in f.written]
+        at = [f"{r}_at" for r in f.written]
+        parameters = [*f.sequences, *at, *states, *f.carried, *f.params, "N", "mask", "count", "L: tl.constexpr"]
+        comment = "The first `count` of L steps: the states on from the first, then the gradients back."
+        return lines + _function("steps", parameters, comment, body, f.carried)
 
-    for length in reversed(_pieces(K)):
-        lines.append(f"    if (T & {length}) != 0:")
-        lines += [f"        {s}" for s in (*back(length), *(f"{v} = {state(v, 't')}" for v in states), *moves)]
-        lines += [f"        {r} = math.read({r}_at, N, mask, {length})" for r in f.sequences]
-        lines.append(f"        {run(length)}")
+    def after(self) -> list[str]:
+        body = ["for j in tl.static_range(L):", "    " + _call(self.states, "advance", self.advance)]
+        parameters = [*self.needed, *self.states, *self.frame.params, "mask", "L: tl.constexpr"]
+        return _function("after", parameters, "The states L steps on.", body, self.states)
 
-    def fetch(t: str, mask: str, name: str, at: str) -> list[str]:
-        loads = [f"{r}{name} = math.read({r}_at{at}, N, {mask}, {K})" for r in f.sequences]
-        return [*(f"{v}{name} = {state(v, t)}" for v in states), *moves, *loads]
+    def step_back(self) -> list[str]:
+        """The cotangents of the states before step j, from those after it; and what the step adds to gradients of params."""
+        f, step = self.frame, self.plan.step
+        cotangents = [r for r in f.carried if r[:2] == "gv"]
+        given = {r: f"{r} + gs{r[2:]}[j].to({r}.dtype)" if f"gs{r[2:]}" in f.sequences else r for r in cotangents}
+        own = {r: f"{r}[j]" for r in f.sequences} | {v: f"{v}_all[j]" for v in self.states} | given
+        results = [f"{r}_step" if r in f.carried else r for r in step.outputs]
+        lines = [_call(results, "vjp", [own.get(r, r) for r in step.inputs] or ["mask"])]
+        for r in f.carried:
+            new = f"{r}_step" if r in cotangents else f"{r} + {r}_step"
+            lines.append(f"{r} = tl.where(j < count, {new}, {r})")
+        return lines
 
-    ahead_of = [*states, *f.sequences]
-    if ahead_of:
-        lines += ["    if AHEAD:", *(f"        {s}" for s in fetch(f"t - {K}", f"mask & (T >= {K})", "_next", f" - {K} * N"))]
-    lines.append(f"    for left in range(T // {K}, 0, -1):")
-    lines += [f"        {s}" for s in back(K)]
-    if ahead_of:
-        lines += ["        if AHEAD:", *(f"            {r} = {r}_next" for r in ahead_of)]
-        lines += [f"            {s}" for s in fetch(f"t - {K}", "mask & (left > 1)", "_next", f" - {K} * N")]
-        lines += ["        else:", *(f"            {s}" for s in fetch("t", "mask", "", ""))]
-    lines.append(f"        {run(K)}")
-    return [*lines, *f.last_rows()]
+    # --- calls -------------------------------------------------------------------------------------------------------
+    def run(self, count: object, length: int, at: str = "") -> str:
+        f = self.frame
+        places = [f"{r}_at{at}" for r in f.written]
+        own = [*f.sequences, *places, *self.states, *f.carried, *f.params, "N", "mask", f"count={count}", f"L={length}"]
+        return _call(f.carried, "steps", own)
+
+    def back(self, length: object) -> list[str]:
+        return [f"t -= {length}", *(f"{r}_at -= {length} * N" for r in self.moving)]
+
+    def starts(self, t: str, to: str = "") -> list[str]:
+        """The states at the start of the chunk that starts at t."""
+        f = self.frame
+        own = [f"{v}{to} = math.state_at({t}, c{v[1:]}_at, {v}_first + i, {f.is_given(v)}, mask)" for v in self.states]
+        return [*own, *(f"{r}_at -= N" for r in f.checkpoints)]
+
+    def on(self, length: int) -> list[str]:
+        """The states on through `length` steps."""
+        if not self.states:
+            return []
+        call = _call(self.states, "after", [*self.needed, *self.states, *self.frame.params, "mask", f"L={length}"])
+        return [*_reads(self.needed, length, length), call]
+
+    # --- the way -----------------------------------------------------------------------------------------------------
+    def rest(self) -> list[str]:
+        """What is left, by code for half a chunk, which needs no more registers than the chunks: the second half comes first."""
+        half, f = self.K // 2, self.frame
+        if not half:
+            return []
+
+        def piece(length: int) -> list[str]:
+            return [*_reads(f.sequences, "rest", length), self.run("rest", length)]
+
+        body = [*self.back("rest"), *self.starts("t")]
+        if half > 1:
+            later = [*self.on(half), *_reads(f.sequences, f"rest - {half}", half, at=f" + {half} * N")]
+            later += [self.run(f"rest - {half}", half, at=f" + {half} * N"), f"rest = {half}"]
+            again = [f"{v} = {v}_half" for v in self.states]
+            body += [f"{v}_half = {v}" for v in self.states]
+            body += [f"if rest > {half}:", *_indented([*later, *again])]
+        return [f"rest = T % {self.K}", "if rest > 0:", *_indented([*body, *_shortest(half, piece)])]
+
+    def chunks(self) -> list[str]:
+        K, states, sequences = self.K, self.states, self.frame.sequences
+
+        def fetch_next(mask: str) -> list[str]:
+            return [*self.starts(f"(t - {K})", "_next"), *_reads(sequences, K, K, to="_next", at=f" - {K} * N", mask=mask)]
+
+        lines = []
+        body = self.back(K)
+        if states or sequences:
+            lines += ["if AHEAD:", *_indented(fetch_next(f"mask & (T >= {K})"))]
+            body += ["if AHEAD:", *(f"    {r} = {r}_next" for r in (*states, *sequences)), *_indented(fetch_next("mask & (left > 1)"))]
+            body += ["else:", *_indented([*self.starts("t"), *_reads(sequences, K, K)])]
+        lines += [f"for left in range(T // {K}, 0, -1):", *_indented([*body, self.run(K, K)])]
+        return lines
 
 
 # --- a step alone ----------------------------------------------------------------------------------------------------------------------

@@ -54,11 +54,11 @@ else:
 
 # --- rows of a sequence ------------------------------------------------------------------------------------------------------
 @triton.jit
-def read(at, N, mask, L: tl.constexpr):
-    """Rows at, at + N, ... of L steps, all loads before the first use."""
+def read(at, N, mask, count, L: tl.constexpr):
+    """Rows at, at + N, ... of `count` steps, zeros up to L, all loads before the first use."""
     rows = ()
     for j in tl.static_range(L):
-        rows = rows + (tl.load(at + j * N, mask=mask, other=0),)  # noqa: RUF005  Triton knows no starred tuples
+        rows = rows + (tl.load(at + j * N, mask=mask & (j < count), other=0),)  # noqa: RUF005  Triton knows no starred tuples
     return rows
 
 
