@@ -234,6 +234,12 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # 2.11, 2.13
 
 
+def size_of(tensor: torch.Tensor, dim: int) -> int:
+    """A size, unseen by modes."""
+    with torch._C.DisableTorchFunction():  # 2.11, 2.13
+        return tensor.shape[dim]
+
+
 def is_symbolic(size: Any) -> bool:
     """Whether a size is an unknown of a trace."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None  # 2.11, 2.13

@@ -110,6 +110,7 @@ def draw(
     step = _step_of(sig, seen[:ins], returns)
     computed = _computed(sig, seen, step)
     if computed != seen:
+        _check_shapes_read(sig, forward, step)
         forward = _record_as_computed(record, sig, computed, step)
         if step and any(not m.shape for m in seen[:ins]) and len({m.dtype for m in seen}) > 1:
             _check_promotion(record, sig, seen, computed, forward)
@@ -166,6 +167,15 @@ def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_ou
     )  # fmt: skip
 
 
+def _check_shapes_read(sig: Signature, recorded: Trace, step: tuple[int, ...]) -> None:
+    """A kernel has operands of the step shape, whatever is smaller in eager."""
+    for read in sorted(recorded.shapes_read - {step}):
+        raise UnsupportedOpError(
+            f"reads the shape {list(read)} of a tensor that a kernel computes at the step shape {list(step)}", core=sig.core,
+            hint="Give all inputs and states the same step shape.",
+        )  # fmt: skip
+
+
 def _record_as_computed(record: Record, sig: Signature, metas: list[Meta], step: tuple[int, ...]) -> Trace:
     try:
         return record(metas=metas, vjp=False)
@@ -201,8 +211,8 @@ def _free_dims(record: Record, made: Blueprint, captured: dict[str, Tensor]) -> 
     ins, metas = made.sig.num_inputs + made.sig.num_states, made.computed
     fixed = {n for m in metas[ins:] for n in m.shape} | {n for t in captured.values() for n in t.shape} | {1}
     free = frozenset(d for d, n in enumerate(made.step) if n not in fixed)
-    if not free:
-        return free
+    if not free or made.forward.sizes_read:  # Python may decide by any of them
+        return frozenset()
     other = list(made.step)
     for d in free:
         other[d] = next(n for n in range(made.step[d] + 1 + d, 1 << 62) if n not in fixed and n not in other)

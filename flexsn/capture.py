@@ -49,6 +49,8 @@ class Trace:
     grads: list[fx.Node | None]  # vjp: one per operand, then one per captured tensor
     captured: dict[str, fx.Node] = field(default_factory=dict)  # captured tensors that the core used, by path
     constants: dict[str, Tensor] = field(default_factory=dict)  # tensors that the core made from Python values
+    sizes_read: bool = False  # whether Python read a size of a tensor that depends on time
+    shapes_read: frozenset[tuple[int, ...]] = frozenset()  # of which such tensors it read the shape
 
     def metas(self) -> list[Meta]:
         return [Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in self.returns]
@@ -138,4 +140,7 @@ def trace(
             _let_go(recorder.graph)
     recorder.graph.output((returns, grads))
     operand_nodes = list(recorder.graph.nodes)[: len(operands)]
-    return Trace(recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants)
+    return Trace(
+        recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants, recorder.sizes_read,
+        frozenset(recorder.shapes_read),
+    )  # fmt: skip

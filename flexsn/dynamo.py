@@ -9,9 +9,10 @@ imported when `register` is called, which the first compiled call does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -30,8 +31,19 @@ from .sharding import any_dtensor
 from .signature import Signature, core_name, positional_names, step_shape
 from .sizes import Sizes, settle_sizes
 
-# other higher-order operators: name -> how Dynamo traces a call, in Python, with the first arguments of `core_scan`
-INLINED: dict[str, Callable[..., Any]] = {}
+
+class Inlined(NamedTuple):
+    """Another higher-order operator: how Dynamo traces a call, in Python.
+
+    Attributes:
+        owned: it takes the first arguments of `core_scan`: a core, its `FlexSN` or None, and tuples of operands.
+    """
+
+    written: Callable[..., Any]
+    owned: bool = False
+
+
+INLINED: dict[str, Inlined] = {}
 
 
 def blueprint_of_body(
@@ -63,7 +75,7 @@ def blueprint_of_body(
             return lambda *operands: stand_in
         if _compat.is_symbolic(value) and _compat.symbol(value) in sources:  # Dynamo passes the sizes of operands
             i, d = sources[_compat.symbol(value)]
-            return lambda *operands: operands[i].shape[d]
+            return lambda *operands: _compat.size_of(operands[i], d)
         number = float(value) if isinstance(value, (float, torch.SymFloat)) else int(value)
         return lambda *operands: number
 
@@ -102,9 +114,9 @@ def register() -> bool:
     table: dict[str, Any] = dynamo._hop_name_to_variable_class
     if "flexsn_core_scan" not in table:
         table["flexsn_core_scan"] = _core_scan_variable(dynamo)
-    for name, written in INLINED.items():
+    for name, inlined in INLINED.items():
         if name not in table:
-            table[name] = _inlined_variable(dynamo, name, written)
+            table[name] = _inlined_variable(dynamo, name, inlined)
     return True
 
 
@@ -139,17 +151,20 @@ def refuse_carried(core: str) -> None:
     )  # fmt: skip
 
 
-def _inlined_variable(dynamo: Any, name: str, written: Callable) -> type:
+def _inlined_variable(dynamo: Any, name: str, inlined: Inlined) -> type:
     class InlinedVariable(dynamo.TorchHigherOrderOperatorVariable):
         _HOP_NAME = name
 
         def _call_function(self, tx, args, kwargs):
+            follow = dynamo._make_inlined(tx, inlined.written)
+            if not inlined.owned or args[1].is_python_constant():
+                with _following_a_core():
+                    return follow(*args, **kwargs)
             args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
             _, owner, inputs, states, params, *_ = args
-            owned = {} if owner.is_python_constant() else _owned_proxies(dynamo, tx, owner)
-            before = set(tx.output.graph.nodes)
+            owned, before = _owned_proxies(dynamo, tx, owner), set(tx.output.graph.nodes)
             with _following_a_core():
-                results = dynamo._make_inlined(tx, written)(*args, **kwargs)
+                results = follow(*args, **kwargs)
             made = [node for node in tx.output.graph.nodes if node not in before]
             _read_owned(tx, made, owned, [*inputs.items, *states.items, *params.items])
             return results
@@ -312,11 +327,19 @@ def _owned_by(dynamo: Any, tx: Any, owner: Any, lifted: list) -> list:
 
 def _owned_proxies(dynamo: Any, tx: Any, owner: Any, wanted: Collection[int | None] | None = None) -> dict[int | None, fx.Proxy]:
     """By the `id` of each tensor (each `wanted` one) that the core captured: what the `FlexSN` owns in its place."""
+    from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13
+    from torch._dynamo.source import AttrSource
     from torch._dynamo.variables import ConstantVariable
 
-    places = {given: place for given, place in owner.value.captured_places().items() if wanted is None or given in wanted}
-    follow = dynamo._make_inlined(tx, _follow)
-    return {given: follow(owner, *map(ConstantVariable.create, place)).as_proxy() for given, place in places.items()}
+    follow, found = dynamo._make_inlined(tx, _follow), dict[int | None, fx.Proxy]()
+    for given, place in owner.value.captured_places().items():
+        if wanted is None or given in wanted:
+            found[given] = follow(owner, *map(ConstantVariable.create, place)).as_proxy()
+            if _given(found[given].node) == given and owner.source is not None:
+                # The very tensor that the core captured: one input of the graph for both, which Dynamo reads from either place,
+                # and does not compare the two where one is a global.
+                install_guard(functools.reduce(AttrSource, place, owner.source).make_guard(GuardBuilder.ID_MATCH))
+    return found
 
 
 def _given(node: fx.Node) -> int | None:

@@ -134,14 +134,19 @@ class Builder:
         self.core = core
         self.inputs: dict[str, Node] = {}
         self.nodes: list[Node] = []
-        self.names: dict[str, int] = {}
+        self.names: dict[str, int] = {}  # how often each was wanted
+        self._taken: set[str] = set()
         self.line: str | None = None
         self._known: dict[tuple, Node] = {}
 
     def name(self, wanted: str | None) -> str:
-        base = wanted or "t"
-        n = self.names[base] = self.names.get(base, 0) + 1
-        return base if n == 1 and wanted else self.name(f"{base}_{n}") if wanted else f"t{n}"
+        """A name that no other value has: the wanted one, or it with a number."""
+        while True:
+            n = self.names[wanted or "t"] = self.names.get(wanted or "t", 0) + 1
+            found = f"t{n}" if wanted is None else wanted if n == 1 else f"{wanted}_{n}"
+            if found not in self._taken:
+                self._taken.add(found)
+                return found
 
     def input(self, role: str, dtype: torch.dtype, name: str) -> Node:
         self.inputs[role] = Node("input", (), dtype, self.name(name))

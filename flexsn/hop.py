@@ -122,7 +122,7 @@ def _compiled(
 
 
 # --- registration with Dynamo -----------------------------------------------------------------------------------------------
-dynamo.INLINED["flex_sn_scan"] = _compiled
+dynamo.INLINED["flex_sn_scan"] = dynamo.Inlined(_compiled)
 
 
 def _register() -> bool:

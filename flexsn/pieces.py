@@ -40,6 +40,8 @@ def scan_pieces(
     states: Sequence[Tensor | None],
     reduce: Callable[..., Any] | None,
     shared: Callable[[], Sequence[Tensor]],
+    values: Callable[[], Any],
+    read_by_reduce: Callable[[], Sequence[Tensor]],
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:
     """Outputs (lists of pieces, or sums of what `reduce` returns), final states, state sequences (lists of pieces).
 
@@ -49,6 +51,8 @@ def scan_pieces(
         inputs: one sequence in pieces per input.
         reduce: `reduce(k, *outputs)` for piece `k`.
         shared: the tensors that every piece uses, params and captured ones.
+        values: the Python values that the core reads.
+        read_by_reduce: the tensors that `reduce` captures.
     """
     if _compat.saved_tensors_hooks_off():
         raise PiecesError(
@@ -62,7 +66,7 @@ def scan_pieces(
 
     def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
         read = pieces.read(k, device)
-        pieces.check_unchanged(k, read, shared())
+        pieces.check_unchanged(k, read, shared(), read_by_reduce(), values())
         outputs, finals, trail = run(read, states)
         return outputs if reduce is None else _reduced(core, k, reduce(k, *outputs)), finals, trail
 
@@ -146,6 +150,7 @@ class _Pieces:
         self.waiting: list[Any] = []
         self.versions: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
         self.shared: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.values: dict[int, Any] = {}
 
     def numbers(self) -> Iterator[int]:
         """0, 1, ... while there are pieces; those of iterators wait to be read."""
@@ -173,11 +178,13 @@ class _Pieces:
                 )  # fmt: skip
         return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
 
-    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: Sequence[Tensor]) -> None:
+    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: Sequence[Tensor], by_reduce: Sequence[Tensor], values: Any) -> None:
         """Raise if what piece `k` used was replaced or written in place since it was run first: the gradient would be of another call.
 
         Args:
             shared: params and captured tensors.
+            by_reduce: tensors that `reduce` captures; it may replace them itself.
+            values: Python values that the core reads.
         """
         for tensor, version in self.versions.get(k, ()):
             held = tensor()
@@ -187,8 +194,13 @@ class _Pieces:
                     core=self.core, hint="Run the backward first: it reads the pieces and the params again.",
                 )  # fmt: skip
         if k not in self.versions:
-            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared) if not t.is_inference()]
-            self.shared[k] = [weakref.ref(t) for t in shared]
+            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared, *by_reduce) if not t.is_inference()]
+            self.shared[k], self.values[k] = [weakref.ref(t) for t in shared], values
+        elif self.values[k] != values:
+            raise PiecesError(
+                f"a Python value that the core reads (a number, a flag as `.training`) changed after piece {k} ran, before the backward",
+                core=self.core, hint="Run the backward first: it runs the core again.",
+            )  # fmt: skip
         elif len(shared) != len(self.shared[k]) or any(ref() is not t for ref, t in zip(self.shared[k], shared, strict=True)):
             raise PiecesError(
                 f"a tensor that the core captures was replaced by another one after piece {k} ran, before the backward", core=self.core,

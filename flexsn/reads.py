@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dis
 import functools
 import operator
 import os
@@ -275,10 +276,10 @@ class _Walker:
             if fn.__closure__:  # as decorators leave them: one code for many functions
                 self.opaque(path, fn)
             return
-        names = _global_names(fn.__code__)
+        names = _names(fn.__code__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             self.named(f"{path}.{name}", cell, None, names, depth)
-        for name in names:
+        for name in _global_names(fn.__code__):
             if name in fn.__globals__:
                 self.named(f"{path}.{name}", fn.__globals__, name, names, depth)
         attributes = [name for name in vars(fn) if name != KEPT]
@@ -303,12 +304,22 @@ def _slot_names(cls: type) -> list[str]:
     return [n for group in names for n in ((group,) if isinstance(group, str) else group) if n not in ("__dict__", "__weakref__")]
 
 
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    names = dict.fromkeys(code.co_names)
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of those inside it."""
+    yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            names.update(dict.fromkeys(_global_names(const)))
-    return tuple(names)
+            yield from _nested(const)
+
+
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names of globals and of attributes."""
+    return tuple(dict.fromkeys(name for part in _nested(code) for name in part.co_names))
+
+
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    found = (i.argval for part in _nested(code) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(dict.fromkeys(found))
 
 
 @functools.cache

@@ -38,6 +38,8 @@ _UNIFORM: dict[str, Callable[[tuple, dict], Any]] = {
     "aten::scalar_tensor": lambda a, k: a[0], "aten::empty_like": lambda a, k: 0,
 }  # fmt: skip
 
+_FACTORIES = {name.removeprefix("aten::") for name in _UNIFORM} | {"tensor", "as_tensor"}
+
 # Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
 _LAYOUT = {
     "aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::lift_fresh",
@@ -117,7 +119,9 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             for part in _tensors(val):
                 self.node_of(part).meta["nil"] = True
             return val
-        if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:  # what factory functions end with
+        if name in ("aten::detach", "aten::alias") and self.calling in _FACTORIES:  # what these end with: nobody sees the first tensor
+            self.tracked.pop(id(args[0]), None)
+        if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"], nodes[0].meta.get("of", ())))
         if name in ("aten::detach", "aten::alias") and kinds == {"static"}:
@@ -210,8 +214,8 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
                 f"`{op_name(func)}` writes into captured tensor `{node.meta['role']}`", core=self.sig.core, line=self.line(),
                 hint="What changes from step to step is a state: take it as an argument and return its new value.",
             )  # fmt: skip
-        shared = sum(n is node for _, n in self.tracked.values()) > 1
-        if target._is_view() or (shared and not self.vjp) or (self.user_op is not None and self.aliased(target)):
+        aliased = (self.user_op is not None or not self.vjp) and self.aliased(target)  # autograd too keeps what it saved
+        if target._is_view() or aliased:
             raise InPlaceError(
                 f"`{op_name(func)}` writes into a tensor that has views", core=self.sig.core, line=self.line(),
                 hint="Use the form without the underscore.",
@@ -295,28 +299,37 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         return [None if g is None else self.node_of(g) for g in per_source]
 
     def gradients(self, values, wanted: list[Tensor], given: dict[int, Tensor], cotangents: list[fx.Node | None]):
-        """As autograd gives them; a return whose derivative PyTorch lacks counts as not differentiable."""
+        """As autograd gives them. Where PyTorch lacks the derivative of all that the core returns, nothing is differentiable; where it
+        lacks some, which ones a call needs is not known here."""
 
-        def grad(roots: list[int]):
+        def grad(roots: list[int], sources: list[Tensor]) -> Sequence[Tensor | None]:
             outs, cots = [values[i] for i in roots], [given[i] for i in roots]
-            return torch.autograd.grad(outs, wanted, cots, allow_unused=True, retain_graph=True) if roots else [None] * len(wanted)
+            return torch.autograd.grad(outs, sources, cots, allow_unused=True, retain_graph=True)
 
-        def lacks_derivative(roots: list[int]) -> bool:
+        def lacking(roots: list[int], sources: list[Tensor]) -> RuntimeError | None:
             try:
-                grad(roots)
+                found = grad(roots, sources)
             except RuntimeError as error:
                 if isinstance(error, FlexSNError) or "is not implemented" not in str(error):
                     raise
-                return True
-            return False
+                return error
+            return None if any(g is not None for g in found) else _NOTHING
 
-        if lacks_derivative(list(given)):
-            for i in [i for i in given if lacks_derivative([i])]:
-                del given[i]
-                cotangents[i] = None
-        return grad(list(given))
+        error = lacking(list(given), wanted)
+        if error in (None, _NOTHING):
+            return grad(list(given), wanted)
+        if any(lacking([i], [source]) is None for i in given for source in wanted):
+            raise UnsupportedOpError(
+                f"cannot be differentiated whole: {error}", core=self.sig.core,
+                hint="Detach what that op takes (`h.detach()`), or use a surrogate (`flexsn.surrogate`).",
+            )  # fmt: skip
+        for i in list(given):
+            del given[i]
+            cotangents[i] = None
+        return [None] * len(wanted)
 
 
+_NOTHING = RuntimeError("no source has a gradient")
 Recorder.stops = (Recorder.differentiate.__code__,)
 
 _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",

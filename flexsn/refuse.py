@@ -16,6 +16,11 @@ from .tape import Tape, run_core
 _VALUE_READS = {
     "item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__", "__repr__",
 }  # fmt: skip
+# What Python may decide by, and the kernel could not at another size. (A trace at one other size would not tell `n > 4`.)
+_SIZE_READS: tuple[Any, ...] = (
+    *(getattr(Tensor, name).__get__ for name in ("shape", "nbytes")), Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__,
+)  # fmt: skip
+_RANK_READS: tuple[Any, ...] = (*(getattr(Tensor, name).__get__ for name in ("ndim",)), Tensor.dim, Tensor.ndimension)
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
 _TO_COMPUTE = "Keep it a tensor: 0-dimensional tensors broadcast like numbers."
@@ -29,6 +34,9 @@ class Refusing(Tape):
         error: to be raised after the core ran.
         refused: was raised inside the core, which may have caught it.
         user_op: the op that the user wrote, while it is being decomposed.
+        calling: the name of the function of PyTorch that the core called last.
+        sizes_read: whether the core read a size of a tensor that depends on time.
+        shapes_read: the shapes of such tensors, of which it read sizes or the rank.
     """
 
     def __init__(self, *args: Any):
@@ -36,6 +44,9 @@ class Refusing(Tape):
         self.error: FlexSNError | None = None
         self.refused: FlexSNError | None = None
         self.user_op: Any = None
+        self.calling = ""
+        self.sizes_read = False
+        self.shapes_read: set[tuple[int, ...]] = set()
 
     def raise_refusals(self) -> None:
         for error in (self.refused, self.error):
@@ -106,21 +117,29 @@ def run_refusing(core: Callable, operands: list[Tensor], recorder: Refusing) -> 
 
 
 class ValueReads(TorchFunctionMode):
-    """Catches what never reaches the dispatcher: `.tolist()`, `.numpy()`, and tells `if t:` from `.item()`."""
+    """Catches what never reaches the dispatcher: `.tolist()`, `.numpy()`, `.shape`, and tells `if t:` from `.item()`."""
 
     def __init__(self, recorder: Refusing):
         super().__init__()
         self.recorder = recorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
+        name = self.recorder.calling = getattr(func, "__name__", "")
         if name in _VALUE_READS and args and isinstance(args[0], Tensor):
             with self.recorder.remembering():
                 self.recorder.refuse_read(name, args[0])
+        if func in _SIZE_READS or func in _RANK_READS:
+            self.note_shape(args[0], func in _SIZE_READS)
         if func in _AUTOGRAD:
             with self.recorder.remembering():
                 return self.recorder.differentiating(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def note_shape(self, tensor: Tensor, of_size: bool) -> None:
+        _, node = self.recorder.tracked.get(id(tensor), (None, None))
+        if node is not None and node.meta["kind"] == "step":
+            self.recorder.sizes_read |= of_size
+            self.recorder.shapes_read.add(tuple(node.meta["val"].shape))
 
 
 def op_name(func: Any) -> str:

@@ -112,8 +112,9 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
 
     names = make_signature(core, len(inputs), len(states), len(params)).input_names
     outputs, finals, trails = scan_pieces(
-        run, core_name(core), names, inputs, states, reduce, lambda: (*params, *look(core).tensors({}).values())
-    )
+        run, core_name(core), names, inputs, states, reduce, lambda: (*params, *look(core).tensors({}).values()),
+        lambda: look(core).fingerprint, lambda: [t for t in reading.look(reduce).tensors({}).values() if t.requires_grad] if reduce else [],
+    )  # fmt: skip
     return ScanResult(outputs, trails if store_state_seqs else finals)  # type: ignore[arg-type]  # lists of tensors, as documented
 
 
@@ -213,7 +214,7 @@ class LoopScan(_compat.HigherOrderOperator):
 
 
 loop_scan = LoopScan()
-dynamo.INLINED["flexsn_loop_scan"] = compiled_loop
+dynamo.INLINED["flexsn_loop_scan"] = dynamo.Inlined(compiled_loop, owned=True)
 
 
 @_compat.unseen_by_dynamo

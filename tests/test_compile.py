@@ -576,6 +576,26 @@ def test_places_of_captured_tensors(kind, step, backend):
     assert not torch.equal(net[0].states[0], twin[0].states[0])
 
 
+@pytest.mark.parametrize("step", [plif, unfused], ids=["fused", "unfused"])
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+def test_a_copy_compiled_after_its_original_whose_core_reads_a_global(step):
+    """And tensors that are replaced: Dynamo takes a global and what the neuron owns for one, and compares them by itself in no guard."""
+    original = FlexSN(lambda x, v: step(x, v, DECAY), 1, 1, 1, stateful=False)
+    x = torch.randn(6, 3, 8)
+    compiled = torch.compile(original, backend="aot_eager")
+    compiled(x)
+    twin = copy.deepcopy(original)
+    with torch.no_grad():
+        next(twin.parameters()).sub_(2.0)
+    got = torch.compile(twin, backend="aot_eager")(x)
+    torch.testing.assert_close(got, twin(x))
+    assert not torch.equal(got, original(x))
+    got.sum().backward()
+    assert next(twin.parameters()).grad is not None
+    original.load_state_dict(twin.state_dict(), assign=True)
+    torch.testing.assert_close(compiled(x), twin(x))
+
+
 @pytest.mark.parametrize(("backend", "grad"), [("auto", False), ("auto", True), ("torch", True)])
 @pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
 def test_a_core_without_kernel_reads_the_tensors_of_its_neuron(backend, grad):

@@ -260,3 +260,94 @@ def test_what_no_wanted_gradient_needs_is_not_computed(backend):
     y = flexsn.scan(core, [torch.randn(3, 5)], [v], [p.requires_grad_()], backend=backend).outputs[0]
     with pytest.raises(RuntimeError, match="with a bool tensor is not supported"):
         torch.autograd.grad(y.sum(), p)
+
+
+# --- found by differential tests of random cores ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("used", [0, 1])
+def test_names_of_values_where_an_output_has_no_cotangent(used):
+    """A value without a name of its own must not take that of another."""
+
+    def core(x, y):
+        u = x + y
+        return u * 2.0, torch.sin(x) * torch.cos(y) - u
+
+    x, y = (torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in "xy")
+    want = torch.autograd.grad(torch.stack([core(a, b)[used] for a, b in zip(x, y, strict=True)]).sum(), [x, y])
+    got = torch.autograd.grad(flexsn.scan(core, [x, y], backend=NATIVE).outputs[used].sum(), [x, y])
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.shape[-1] > 4, lambda x: x.size(-1) > 4, lambda x: x.numel() > 4, lambda x: len(x) > 4,
+        lambda x: min(x.size()[-1], 5) == 5, lambda x: x.nbytes > 16,
+    ],
+    ids=["shape", "size", "numel", "len", "sizes", "nbytes"],
+)  # fmt: skip
+def test_python_that_decides_by_a_size(ask):
+    def core(x):
+        return x * (0.5 if ask(x) else 1.0)
+
+    for n, want in ((5, 0.5), (3, 1.0), (9, 0.5), (4, 1.0)):
+        assert flexsn.scan(core, [torch.ones(2, n)], backend=NATIVE).outputs[0].unique().item() == want
+
+
+def test_python_that_decides_by_the_rank_of_a_smaller_operand():
+    def core(x, y):
+        return x * 0.5 if y.dim() else x + 0 * y
+
+    operands = [torch.ones(2, 3), torch.ones(2)]
+    with pytest.raises(UnsupportedOpError, match=r"reads the shape \[\] of a tensor .* step shape \[3\]"):
+        flexsn.scan(core, operands, backend=NATIVE)
+    with pytest.warns(flexsn.errors.FallbackWarning):
+        assert flexsn.scan(core, operands).outputs[0].unique().item() == 1.0
+    assert flexsn.scan(core, [torch.ones(2, 3), torch.ones(2, 3)], backend=NATIVE).outputs[0].unique().item() == 0.5
+
+
+@pytest.mark.parametrize("lacking", [lambda x: torch.floor_divide(x, 0.9), lambda x: torch.heaviside(x, torch.tensor(0.5))])
+def test_a_derivative_that_pytorch_lacks_for_some_operands(lacking):
+    """Which of them a call differentiates is not known when the core is recorded."""
+
+    def core(x, w):
+        return lacking(x) * w, x * w
+
+    x, w = torch.full((3, 4), 2.0), torch.ones(4, requires_grad=True)
+    with pytest.raises(UnsupportedOpError, match=r"derivative for .* is not implemented"):
+        flexsn.scan(core, [x], [], [w], backend=NATIVE)
+    want = torch.stack([sum(core(a, w)) for a in x]).sum()
+    with pytest.warns(flexsn.errors.FallbackWarning):
+        got = sum(y.sum() for y in flexsn.scan(core, [x], [], [w]).outputs)
+    torch.testing.assert_close(torch.autograd.grad(got, w), torch.autograd.grad(want, w))
+    assert flexsn.scan(core, [x], [], [w.detach()], backend=NATIVE).outputs[0].shape == (3, 4)
+
+
+def detached(x, w):
+    t = torch.zeros_like(x)
+    u = t.detach()
+    t += x
+    return u + t
+
+
+def a_row(x, w):
+    t = w * 1.0
+    u = t[0]
+    t.mul_(2)
+    return x * u
+
+
+def with_a_dim(x, w):
+    t = w * 1.0
+    u = t[None]
+    t += 1
+    return x * u[0]
+
+
+@pytest.mark.parametrize("core", [detached, a_row, with_a_dim])
+def test_a_write_into_a_tensor_with_views_that_no_input_reaches(core):
+    x, w = torch.ones(2, 3), torch.tensor([1.0, 2.0, 3.0])
+    with pytest.raises(flexsn.errors.InPlaceError, match="writes into a tensor that has views"):
+        flexsn.scan(core, [x], [], [w], backend=NATIVE)
+    with pytest.warns(flexsn.errors.FallbackWarning):
+        assert torch.equal(flexsn.scan(core, [x], [], [w]).outputs[0][1], core(x[1], w))

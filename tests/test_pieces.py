@@ -240,8 +240,10 @@ def test_peak_memory(tmp_path):
     torch.testing.assert_close(torch.tensor(found["pieces"][1:]), torch.tensor(found["whole"][1:]), rtol=1e-4, atol=0.0)
 
 
-@pytest.mark.parametrize("changed", ["a piece", "a param", "a captured tensor"])
-@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "reduced"),
+    [(c, r) for c in ("a piece", "a param", "a captured tensor") for r in (False, True)] + [("a tensor of reduce", True)],
+)
 def test_what_changes_before_the_backward_is_noticed(changed, reduced):
     w, c = torch.full((6,), 0.5, requires_grad=True), torch.full((6,), 0.3, requires_grad=True)
     pieces = [torch.rand(10, 6), torch.rand(10, 6)]
@@ -250,10 +252,11 @@ def test_what_changes_before_the_backward_is_noticed(changed, reduced):
         h = v * w + x * c
         return h, h
 
-    reduce = (lambda k, y: y.sum()) if reduced else None
+    head = torch.full((6,), 0.3, requires_grad=True)
+    reduce = (lambda k, y: (y * head).sum()) if reduced else None
     (y,), _ = flexsn.scan(core, (pieces,), (None,), (w,), reduce=reduce)
     with torch.no_grad():
-        {"a piece": pieces[1], "a param": w, "a captured tensor": c}[changed].mul_(2)
+        {"a piece": pieces[1], "a param": w, "a captured tensor": c, "a tensor of reduce": head}[changed].mul_(2)
     with pytest.raises(flexsn.errors.PiecesError, match="modified by an in-place operation"):
         (y if reduced else y[0].sum() + y[1].sum()).backward()
 
@@ -334,3 +337,25 @@ def test_a_captured_tensor_replaced_before_the_backward(backend):
         total.backward()
     net(x).sum().backward()
     assert net.w.grad.abs().sum() > 0
+
+
+def test_a_python_value_that_changes_before_the_backward():
+    """The backward runs the core again, with what it reads then. `reduce` may keep count of what it is called for."""
+    gain, calls = [1.0], []
+    x = torch.rand(20, 6, requires_grad=True)
+
+    def core(x, v):
+        h = v * 0.5 + x * gain[0]
+        return h, h
+
+    def reduce(k, y):
+        calls.append(k)
+        return y.sum()
+
+    (y,), _ = flexsn.scan(core, (x.split(10),), (None,), reduce=reduce)
+    y.backward()
+    assert len(calls) >= 2 and x.grad.any()
+    (y,), _ = flexsn.scan(core, (x.split(10),), (None,), reduce=reduce)
+    gain[0] = 3.0
+    with pytest.raises(PiecesError, match="a Python value that the core reads"):
+        y.backward()

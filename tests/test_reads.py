@@ -895,3 +895,15 @@ def _before(x, decay):
     for x_t in x[:-1]:
         states.append(states[-1] * decay + x_t)
     return torch.stack(states)
+
+
+attribute_or_global = torch.ones(3, requires_grad=True)
+
+
+def test_an_attribute_of_the_name_of_a_global_is_no_global():
+    """Else `.double()` or `requires_grad_(False)` on a neuron would act on a tensor that its core never reads."""
+    config = types.SimpleNamespace(attribute_or_global=0.5)
+    neuron = flexsn.FlexSN(lambda x, v: (x, v * config.attribute_or_global + x), 1, 1)
+    assert not list(neuron.named_parameters()) and not neuron.state_dict()
+    reader = flexsn.FlexSN(lambda x, v: (x, [v * attribute_or_global + x for _ in range(1)][0]), 1, 1)  # noqa: RUF015  code inside code
+    assert list(reader.state_dict()) == ["captured.attribute_or_global"]
