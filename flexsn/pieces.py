@@ -41,7 +41,7 @@ def scan_pieces(
     reduce: Callable[..., Any] | None,
     shared: Callable[[], Sequence[Tensor]],
     values: Callable[[], Any],
-    read_by_reduce: Callable[[], Sequence[Tensor]],
+    of_reduce: Sequence[Tensor],
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:
     """Outputs (lists of pieces, or sums of what `reduce` returns), final states, state sequences (lists of pieces).
 
@@ -52,7 +52,7 @@ def scan_pieces(
         reduce: `reduce(k, *outputs)` for piece `k`.
         shared: the tensors that every piece uses, params and captured ones.
         values: the Python values that the core reads.
-        read_by_reduce: the tensors that `reduce` captures.
+        of_reduce: the tensors that `reduce` captures and that require grad.
     """
     if _compat.saved_tensors_hooks_off():
         raise PiecesError(
@@ -61,12 +61,12 @@ def scan_pieces(
         )  # fmt: skip
     if reduce is not None and not callable(reduce):
         raise PiecesError(f"`reduce` is {type(reduce).__name__}, not a function", core=core, hint=_REDUCE)
-    pieces = _Pieces(core, names, inputs)
+    pieces = _Pieces(core, names, inputs, of_reduce)
     device = next((v.device for v in states if v is not None), None)
 
     def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
         read = pieces.read(k, device)
-        pieces.check_unchanged(k, read, shared(), read_by_reduce(), values())
+        pieces.check_unchanged(k, read, shared(), values())
         outputs, finals, trail = run(read, states)
         return outputs if reduce is None else _reduced(core, k, reduce(k, *outputs)), finals, trail
 
@@ -132,8 +132,9 @@ class _Pieces:
         one_shot: an input is an iterator, so that nothing can be read twice.
     """
 
-    def __init__(self, core: str, names: Sequence[str], inputs: Sequence[Any]):
+    def __init__(self, core: str, names: Sequence[str], inputs: Sequence[Any], of_reduce: Sequence[Tensor]):
         self.core, self.names, self.inputs = core, names, inputs
+        self.of_reduce = [(weakref.ref(t), t._version) for t in of_reduce if not t.is_inference()]
         for name, x in zip(names, inputs, strict=True):
             if not in_pieces(x):
                 raise PiecesError(f"input `{name}` is {type(x).__name__} while another input is in pieces", core=core,
@@ -178,23 +179,23 @@ class _Pieces:
                 )  # fmt: skip
         return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
 
-    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: Sequence[Tensor], by_reduce: Sequence[Tensor], values: Any) -> None:
+    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: Sequence[Tensor], values: Any) -> None:
         """Raise if what piece `k` used was replaced or written in place since it was run first: the gradient would be of another call.
 
         Args:
             shared: params and captured tensors.
-            by_reduce: tensors that `reduce` captures; it may replace them itself.
             values: Python values that the core reads.
         """
-        for tensor, version in self.versions.get(k, ()):
+        again = k in self.versions
+        for tensor, version in (*self.versions[k], *self.of_reduce) if again else ():
             held = tensor()
             if held is not None and held._version != version:
                 raise PiecesError(
                     f"a tensor of shape {list(held.shape)} that piece {k} used was modified by an in-place operation before the backward",
                     core=self.core, hint="Run the backward first: it reads the pieces and the params again.",
                 )  # fmt: skip
-        if k not in self.versions:
-            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared, *by_reduce) if not t.is_inference()]
+        if not again:
+            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared) if not t.is_inference()]
             self.shared[k], self.values[k] = [weakref.ref(t) for t in shared], values
         elif self.values[k] != values:
             raise PiecesError(

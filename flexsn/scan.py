@@ -113,9 +113,15 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
     names = make_signature(core, len(inputs), len(states), len(params)).input_names
     outputs, finals, trails = scan_pieces(
         run, core_name(core), names, inputs, states, reduce, lambda: (*params, *look(core).tensors({}).values()),
-        lambda: look(core).fingerprint, lambda: [t for t in reading.look(reduce).tensors({}).values() if t.requires_grad] if reduce else [],
+        lambda: look(core).fingerprint, _trained(reduce),
     )  # fmt: skip
     return ScanResult(outputs, trails if store_state_seqs else finals)  # type: ignore[arg-type]  # lists of tensors, as documented
+
+
+def _trained(function: Any) -> list[Tensor]:
+    """The tensors that a function captures and that require grad."""
+    with reading.lock:
+        return [t for t in reading.look(function).tensors({}).values() if t.requires_grad] if callable(function) else []
 
 
 class CoreScan(_compat.HigherOrderOperator):
