@@ -169,9 +169,11 @@ def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_ou
 
 def _check_shapes_read(sig: Signature, recorded: Trace, step: tuple[int, ...]) -> None:
     """A kernel has operands of the step shape, whatever is smaller in eager."""
-    for read in sorted(recorded.shapes_read - {step}):
+    shapes, ranks = sorted(recorded.shapes_read - {step}), sorted(recorded.ranks_read - {len(step)})
+    if shapes or ranks:
+        what = f"a size of a tensor of shape {list(shapes[0])}" if shapes else f"that a tensor has {ranks[0]} dims"
         raise UnsupportedOpError(
-            f"reads the shape {list(read)} of a tensor that a kernel computes at the step shape {list(step)}", core=sig.core,
+            f"reads {what}, which a kernel computes at the step shape {list(step)}", core=sig.core,
             hint="Give all inputs and states the same step shape.",
         )  # fmt: skip
 
@@ -211,7 +213,7 @@ def _free_dims(record: Record, made: Blueprint, captured: dict[str, Tensor]) -> 
     ins, metas = made.sig.num_inputs + made.sig.num_states, made.computed
     fixed = {n for m in metas[ins:] for n in m.shape} | {n for t in captured.values() for n in t.shape} | {1}
     free = frozenset(d for d, n in enumerate(made.step) if n not in fixed)
-    if not free or made.forward.sizes_read:  # Python may decide by any of them
+    if not free or made.forward.shapes_read:  # Python may decide by any of them
         return frozenset()
     other = list(made.step)
     for d in free:

@@ -49,8 +49,8 @@ class Trace:
     grads: list[fx.Node | None]  # vjp: one per operand, then one per captured tensor
     captured: dict[str, fx.Node] = field(default_factory=dict)  # captured tensors that the core used, by path
     constants: dict[str, Tensor] = field(default_factory=dict)  # tensors that the core made from Python values
-    sizes_read: bool = False  # whether Python read a size of a tensor that depends on time
-    shapes_read: frozenset[tuple[int, ...]] = frozenset()  # of which such tensors it read the shape
+    shapes_read: frozenset[tuple[int, ...]] = frozenset()  # of tensors that depend on time, of which Python read a size
+    ranks_read: frozenset[int] = frozenset()  # of such tensors whose number of dims Python read
 
     def metas(self) -> list[Meta]:
         return [Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in self.returns]
@@ -141,6 +141,6 @@ def trace(
     recorder.graph.output((returns, grads))
     operand_nodes = list(recorder.graph.nodes)[: len(operands)]
     return Trace(
-        recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants, recorder.sizes_read,
-        frozenset(recorder.shapes_read),
+        recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants,
+        frozenset(recorder.shapes_read), frozenset(recorder.ranks_read),
     )  # fmt: skip

@@ -43,7 +43,7 @@ class Inlined(NamedTuple):
     owned: bool = False
 
 
-INLINED: dict[str, Inlined] = {}
+INLINED: dict[str, Inlined] = {}  # by the names of the operators
 
 
 def blueprint_of_body(

@@ -17,10 +17,9 @@ _VALUE_READS = {
     "item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__", "__repr__",
 }  # fmt: skip
 # What Python may decide by, and the kernel could not at another size. (A trace at one other size would not tell `n > 4`.)
-_SIZE_READS: tuple[Any, ...] = (
-    *(getattr(Tensor, name).__get__ for name in ("shape", "nbytes")), Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__,
-)  # fmt: skip
-_RANK_READS: tuple[Any, ...] = (*(getattr(Tensor, name).__get__ for name in ("ndim",)), Tensor.dim, Tensor.ndimension)
+_SHAPE, _NBYTES, _NDIM = (getattr(Tensor, name).__get__ for name in ("shape", "nbytes", "ndim"))
+_SIZE_READS = (_SHAPE, _NBYTES, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)
+_RANK_READS = (_NDIM, Tensor.dim, Tensor.ndimension)
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
 _TO_COMPUTE = "Keep it a tensor: 0-dimensional tensors broadcast like numbers."
@@ -35,8 +34,8 @@ class Refusing(Tape):
         refused: was raised inside the core, which may have caught it.
         user_op: the op that the user wrote, while it is being decomposed.
         calling: the name of the function of PyTorch that the core called last.
-        sizes_read: whether the core read a size of a tensor that depends on time.
-        shapes_read: the shapes of such tensors, of which it read sizes or the rank.
+        shapes_read: shapes of tensors that depend on time, of which the core read a size.
+        ranks_read: how many dims such tensors have whose number of dims it read.
     """
 
     def __init__(self, *args: Any):
@@ -45,8 +44,8 @@ class Refusing(Tape):
         self.refused: FlexSNError | None = None
         self.user_op: Any = None
         self.calling = ""
-        self.sizes_read = False
         self.shapes_read: set[tuple[int, ...]] = set()
+        self.ranks_read: set[int] = set()
 
     def raise_refusals(self) -> None:
         for error in (self.refused, self.error):
@@ -129,17 +128,20 @@ class ValueReads(TorchFunctionMode):
             with self.recorder.remembering():
                 self.recorder.refuse_read(name, args[0])
         if func in _SIZE_READS or func in _RANK_READS:
-            self.note_shape(args[0], func in _SIZE_READS)
+            self.note_shape(func, args[0])
         if func in _AUTOGRAD:
             with self.recorder.remembering():
                 return self.recorder.differentiating(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def note_shape(self, tensor: Tensor, of_size: bool) -> None:
+    def note_shape(self, func: Any, tensor: Tensor) -> None:
         _, node = self.recorder.tracked.get(id(tensor), (None, None))
         if node is not None and node.meta["kind"] == "step":
-            self.recorder.sizes_read |= of_size
-            self.recorder.shapes_read.add(tuple(node.meta["val"].shape))
+            shape = tuple(node.meta["val"].shape)
+            if func in _SIZE_READS:
+                self.recorder.shapes_read.add(shape)
+            else:
+                self.recorder.ranks_read.add(len(shape))
 
 
 def op_name(func: Any) -> str:

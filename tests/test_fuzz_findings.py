@@ -299,11 +299,14 @@ def test_python_that_decides_by_the_rank_of_a_smaller_operand():
         return x * 0.5 if y.dim() else x + 0 * y
 
     operands = [torch.ones(2, 3), torch.ones(2)]
-    with pytest.raises(UnsupportedOpError, match=r"reads the shape \[\] of a tensor .* step shape \[3\]"):
+    with pytest.raises(UnsupportedOpError, match=r"reads that a tensor has 0 dims, .* step shape \[3\]"):
         flexsn.scan(core, operands, backend=NATIVE)
     with pytest.warns(flexsn.errors.FallbackWarning):
         assert flexsn.scan(core, operands).outputs[0].unique().item() == 1.0
     assert flexsn.scan(core, [torch.ones(2, 3), torch.ones(2, 3)], backend=NATIVE).outputs[0].unique().item() == 0.5
+    assert flexsn.scan(core, [torch.ones(2, 3), torch.ones(2, 1)], backend=NATIVE).outputs[0].unique().item() == 0.5  # of one rank
+    with pytest.raises(UnsupportedOpError, match=r"reads a size of a tensor of shape \[1\], .* step shape \[3\]"):
+        flexsn.scan(lambda x, y: x * y.shape[0], [torch.ones(2, 3), torch.ones(2, 1)], backend=NATIVE)
 
 
 @pytest.mark.parametrize("lacking", [lambda x: torch.floor_divide(x, 0.9), lambda x: torch.heaviside(x, torch.tensor(0.5))])

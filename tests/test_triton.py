@@ -629,7 +629,7 @@ def test_param_alone():
 
 
 # --- names ----------------------------------------------------------------------------------------------------------------------------
-NAMES = """triton tl math libdevice read param state_at N T L K mask i j t step steps vjp advance given left after v0_8 BLOCK AHEAD range float
+NAMES = """triton tl math libdevice read param state_at N T L K mask i j t step steps vjp advance given left after rest count v0_half BLOCK AHEAD range float
 x0 v0 y0 gx0 x0_at v0_first v0_all x0_seq p0_inner shape to dtype torch jit constexpr print len None_ t1 t5 grad_0 _ __v λ größe""".split()
 
 
