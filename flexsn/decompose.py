@@ -188,7 +188,8 @@ def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_own("log_sigmoid_backward.default")
-def _log_sigmoid_backward(grad: Tensor, x: Tensor, small: Tensor) -> Tensor:
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+    small = torch.exp(-torch.abs(x))  # on a GPU PyTorch's `buffer` of it is empty
     share = small / (1 + small)
     return grad * torch.where(x < 0, 1 - share, share)
 

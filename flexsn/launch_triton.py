@@ -146,6 +146,9 @@ class MeasuredTiles:
         return f"{_gpu_name(index)}, {1 << (N - 1).bit_length()} neurons" + (", aligned" if aligned else "")
 
 
+_AS_EAGER = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # no fused multiply-add; denormals are no zeros in libdevice
+
+
 class Kernel:
     """A rendered plan, its function, and the binaries made of it: one per tile and GPU."""
 
@@ -265,7 +268,7 @@ class Kernel:
         attributes = {(i,): [["tt.divisibility", 16]] for i in even}
         try:
             source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
-            options = {"num_warps": tile.warps, "num_stages": 1, "enable_fp_fusion": False}
+            options = {"num_warps": tile.warps, "num_stages": 1, **_AS_EAGER}
             return launch_passes.compile(source, target, options, together=_together(self.plan, tile))
         except Exception as error:  # whatever a compiler raises
             raise BuildError(

@@ -127,7 +127,7 @@ def floor_div(a, b):
     quotient = div(a, b)
     whole = div(a - mod, b)
     whole = tl.where((mod != 0) & ((mod < 0) != (b < 0)), whole - 1, whole)
-    below = floor(whole)
+    below = tl.floor(whole)
     rounded = tl.where(whole - below > 0.5, below + 1, below)
     result = tl.where(whole != 0, rounded, libdevice.copysign(whole - whole, quotient))
     return tl.where(b == 0, quotient, result)
@@ -198,21 +198,8 @@ def neg(x):
 
 
 @triton.jit
-def floor(x):
-    """Triton's own takes a denormal for 0."""
-    near = tl.floor(x)
-    return tl.where(near > x, near - 1, near)
-
-
-@triton.jit
-def ceil(x):
-    near = tl.ceil(x)
-    return tl.where(near < x, near + 1, near)
-
-
-@triton.jit
 def frexp(x):
-    """By the bits: libdevice's functions take a denormal for 0."""
+    """By the bits: libdevice's function writes one of its results to memory."""
     if x.dtype == tl.float32:
         small = tl.abs(x) < 1.1754943508222875e-38
         bits = tl.where(small, x * 18446744073709551616.0, x).to(tl.int32, bitcast=True)
@@ -264,5 +251,5 @@ def digamma(x):
 def log_ndtr(x):
     t = x * 0.7071067811865476
     left = libdevice.log(libdevice.erfcx(-t) * 0.5) - t * t
-    right = libdevice.log1p(-libdevice.erfc(t) * 0.5)
+    right = libdevice.log1p(libdevice.erfc(t) * -0.5)
     return tl.where(x < -1.0, left, right)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from cores import adlif, lif
 from helpers import check
+from test_triton_ops import DTYPES, different_ops
 
 import flexsn
 from flexsn import launch_triton, surrogate
@@ -41,6 +42,22 @@ def test_forward_bits(dtype):
 
     x, tau = operands(33, 1001, dtype=dtype), torch.tensor(1.7, dtype=dtype, device="cuda")
     assert same(*(flexsn.scan(exact, [x], [None], [tau], backend=b) for b in ("triton", "torch")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_op_means_what_it_does_in_eager(dtype):
+    """Denormals are no zeros, in the functions of CUDA's library either."""
+    assert not different_ops(dtype, "cuda")
+
+
+def test_log_sigmoid_of_a_param():
+    """Of PyTorch's two results the second is empty on a GPU."""
+
+    def gated(x, v, p):
+        h = v * torch.nn.functional.logsigmoid(p) + x
+        return torch.sigmoid(h * torch.nn.functional.logsigmoid(p * h)), h
+
+    check(gated, [operands(5, 40)], [None], [torch.randn(40, device="cuda")], exact=False)
 
 
 def test_same_bits_every_run():
