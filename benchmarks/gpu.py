@@ -43,7 +43,8 @@ ROOT = Path(__file__).parents[1]
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SIZES = {
     LIF_SIGMOID.name: [(32, 3_211_264, F32), (1024, 131_072, F32), (8, 8_388_608, F16), (8, 8_388_608, BF16), (1024, 16_384, F32),
-                       (96, 32_768, F32), (32, 802_816, F32), (4, 8_388_608, F32), (128, 262_144, F32), (512, 65_536, F32)],
+                       (96, 32_768, F32), (32, 802_816, F32), (4, 8_388_608, F32), (128, 262_144, F32), (512, 65_536, F32),
+                       (12, 4_194_304, F32), (4, 16_777_216, F16), (1024, 131_072, F16), (1024, 16_384, F16)],
     ADAPTIVE.name: [(32, 1_605_632, F32), (1024, 65_536, F32), (1024, 16_384, F32), (96, 32_768, F32)],
     HH.name: [(32, 1_605_632, F32), (1024, 16_384, F32), (96, 32_768, F32)],
 }  # fmt: skip
@@ -60,16 +61,17 @@ def program(neuron: Neuron, dtype: torch.dtype) -> Program:
     return made
 
 
-def plans(made: Program, dtype: torch.dtype) -> dict:
-    """Inference, the forward that stores checkpoints, and the backward to all inputs."""
+def plans(made: Program, dtype: torch.dtype, T: int) -> dict:
+    """For T steps: inference, the forward that stores checkpoints, and the backward to all inputs."""
     dtypes = (dtype,) * made.sig.num_inputs
     wanted = [f"gx{k}" for k in range(made.sig.num_inputs)]
     cotangents = [f"gy{k}" for k in range(made.num_outputs)]
-    return {
+    found = {
         "inference": made.forward_plan(dtypes, False, False),
         "forward": made.forward_plan(dtypes, True, False),
         "backward": made.backward_plan(dtypes, wanted, cotangents),
     }
+    return {kind: made.for_steps(T, plan) for kind, plan in found.items()}
 
 
 def arrays(plan, T: int, N: int, checkpoints: int, pool: dict) -> list[Tensor | None]:
@@ -115,11 +117,11 @@ def measure_kernels() -> dict:
     for name, sizes in SIZES.items():
         made = {dtype: program(NEURONS[name], dtype) for _, _, dtype in sizes}
         for T, N, dtype in sizes:
-            found, pool = plans(made[dtype], dtype), {}
+            found, pool = plans(made[dtype], dtype, T), {}
             checkpoints = made[dtype].checkpoints(T)
             ms = {k: kernel_ms(p, T, N, checkpoints, pool) for k, p in found.items()}
             floor = {k: sequence_bytes(p) * T * N / rate * 1e3 for k, p in found.items()}
-            row = {"core": name, "T": T, "N": N, "dtype": str(dtype)[6:], "chunk": made[dtype].chunk, "ms": ms, "floor_ms": floor}
+            row = {"core": name, "T": T, "N": N, "dtype": str(dtype)[6:], "chunk": found["backward"].chunk, "ms": ms, "floor_ms": floor}
             row["inference_of_bound"] = floor["inference"] / ms["inference"]
             row["training_of_bound"] = (floor["forward"] + floor["backward"]) / (ms["forward"] + ms["backward"])
             rows.append(row)
@@ -138,7 +140,7 @@ def measure_store() -> dict:
         planned = made.chunk
         for chunk in sorted({1, 2, 4, planned}):
             made.chunk, pool = chunk, {}
-            found = plans(made, F32)
+            found = plans(made, F32, T)
             checkpoints = made.checkpoints(T)
             ms = sum(kernel_ms(found[k], T, N, checkpoints, pool, rep=30) for k in ("forward", "backward"))
             extra = checkpoints * len(neuron.rest) / (T * len(neuron.drive))

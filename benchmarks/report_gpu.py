@@ -205,8 +205,8 @@ def lengths(rows: list[dict]) -> list[str]:
     """Memory by T."""
     most = {dtype: max(r["extra_over_input"][dtype] for r in rows) for dtype in ("float32", "float16")}
     return [
-        f"By T, about 2^25 neuron-steps each: at most {most['float32']:.3f} in float32 and {most['float16']:.3f} in float16, whose chunks"
-        " have 8 steps, and whose checkpoints are in float32 as the states are.",
+        f"By T, about 2^25 neuron-steps each: at most {most['float32']:.3f} in float32 and {most['float16']:.3f} in float16, whose"
+        " checkpoints are in float32 as the states are. Chunks have 4 steps up to T = 4, 8 up to 15, then 16.",
         "",
         "| T | " + " | ".join(str(r["T"]) for r in rows) + " |",
         "|---|" + "---:|" * len(rows),

@@ -20,6 +20,7 @@ class Backend:
         load: plan and source -> kernel.
         chunk: steps of a chunk, for numbers of inputs, states and ops of a step, bytes of an input's element, and whether
             checkpoints are stored.
+        chunk_for: steps of a chunk in calls of T steps, of that and T.
         refuses: why it cannot run on a device, or None.
         lazy: kernels are built for the sizes of a call; their `expect` starts that early.
     """
@@ -27,11 +28,14 @@ class Backend:
     render: Callable[[plan.Plan], str]
     load: Callable[[plan.Plan, str], Any]
     chunk: Callable[[int, int, int, int, bool], int]
+    chunk_for: Callable[[int, int], int]
     refuses: Callable[[torch.device], str | None]
     lazy: bool = False
 
 
 BACKENDS = {
-    "cpp": Backend(render_cpp.render, launch_cpp.load, plan.chunk_in_cache, launch_cpp.check_device),
-    "triton": Backend(render_triton.render, launch_triton.load, plan.chunk_in_registers, launch_triton.check_device, True),
+    "cpp": Backend(render_cpp.render, launch_cpp.load, plan.chunk_in_cache, lambda chunk, T: chunk, launch_cpp.check_device),
+    "triton": Backend(
+        render_triton.render, launch_triton.load, plan.chunk_in_registers, plan.chunk_for, launch_triton.check_device, lazy=True
+    ),
 }

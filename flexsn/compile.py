@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import random
 import sys
@@ -44,6 +45,7 @@ class Program:
         self.backend, self.blueprint = BACKENDS[backend], blueprint
         self.sig, self.num_outputs, self.step = blueprint.sig, blueprint.num_outputs, blueprint.step
         self.device = device
+        self._plans: dict[tuple, plan.Plan] = {}
         self._kernels: dict[tuple, Any] = {}
         self.graph, self.params = self._lower_forward()
         self.prologue = _static_module(blueprint.forward, self.params, {})
@@ -97,28 +99,37 @@ class Program:
         """Rows of states that a forward stores: exact where T is a number, an upper bound where it is symbolic."""
         if _compat.is_symbolic(T):
             return T // self.chunk + 2  # never 0 or 1, which PyTorch would make a case of its own
-        return plan.checkpoints(T, self.chunk)
+        return plan.checkpoints(T, self.backend.chunk_for(self.chunk, T))
 
     def plan_of(self, direction: str, *flags: Any) -> plan.Plan:
         """`forward_plan(*flags)` or `backward_plan(*flags)`."""
         return self.forward_plan(*flags) if direction == "forward" else self.backward_plan(*flags)
 
     def forward_plan(self, inputs: Sequence[torch.dtype], checkpoint: bool, sequences: bool) -> plan.Plan:
+        """For many steps."""
         storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
         chunk = self.chunk if checkpoint else self.inference_chunk
         return plan.plan_forward(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
 
     def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.Plan:
+        """For many steps."""
         storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
         vjp = self.vjp.graph
         storage |= {r: n.dtype for r, n in vjp.inputs.items() if r[0] == "p"}
         return plan.plan_backward(vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
 
-    def kernel(self, direction: str, *flags) -> Any:
-        """The loaded kernel for `forward_plan(*flags)` or `backward_plan(*flags)`."""
+    def for_steps(self, T: int, made: plan.Plan) -> plan.Plan:
+        """A plan for T steps."""
+        return dataclasses.replace(made, chunk=self.backend.chunk_for(made.chunk, T), longest=made.chunk)
+
+    def kernel(self, T: int, direction: str, *flags) -> Any:
+        """The loaded kernel for T steps of `forward_plan(*flags)` or `backward_plan(*flags)`."""
         key = (direction, *flags)
+        if key not in self._plans:
+            self._plans[key] = self.plan_of(*key)
+        made = self.for_steps(T, self._plans[key])
+        key = (made.chunk, *key)
         if key not in self._kernels:
-            made = self.plan_of(direction, *flags)
             self._kernels[key] = self.backend.load(made, self.backend.render(made)) if made.writes else Nothing(made)
         return self._kernels[key]
 

@@ -1,13 +1,15 @@
 """Triton source -> loaded kernel: Triton's compiler and disk cache, the tile, and the call.
 
-A binary serves every T, and every N of its class (few neurons, or many with rows aligned or not): sizes are run-time
-arguments. All classes are built at once, and the backward beside the forward, on threads. Under `TRITON_INTERPRET=1` (set
+A binary serves every T of its class (by the steps of a chunk, `plan.chunk_for`), and every N of its class (few neurons, or many
+with rows aligned or not): sizes are run-time arguments. The backward is built beside the forward, and all other classes after them,
+on threads. Under `TRITON_INTERPRET=1` (set
 before triton is imported) kernels run on CPU tensors, slowly: for tests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -18,7 +20,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,8 +31,8 @@ from . import _compat, launch_passes
 from .errors import BackendUnavailableError, BuildError
 from .launch_cache import folder as cache_folder
 from .memory import addresses
-from .plan import Plan
-from .render_triton import STORAGE, flags, kernel_name, nullable, packed
+from .plan import Plan, chunks
+from .render_triton import STORAGE, flags, kernel_name, nullable, packed, render
 
 _lock = threading.Lock()
 _interpreter = threading.Lock()  # it patches Triton's language while it runs: one thread at a time
@@ -42,6 +44,7 @@ def _after_fork() -> None:
     for held in (_lock, _interpreter):
         held._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
     _builders.cache_clear()
+    _planner.cache_clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -74,13 +77,25 @@ def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
 
     There is one for few and one for many neurons (or two, by alignment), from `tools/tune_triton.py` on an H200
     (benchmarks/results/gpu_tune_h200.json): within 5% of the best tile for LIF, adaptive LIF and Hodgkin-Huxley at the sizes there
-    and the chunks that the plan chooses (at others, as 16 for a LIF in float16, up to 24%).
+    and the chunks that the plan chooses.
     """
     if _WIDE * processors >= N:
         return Tile(64, 2, ahead=True)
     if not aligned or len(plan.step.nodes) > _LARGE_CORE:
         return Tile(64, 2, ahead=False)
-    return Tile(512 // _itemsize(plan), 2, ahead=False, aligned=True)
+    return Tile(64 * _neurons_per_thread(plan), 2, ahead=False, aligned=True)
+
+
+_REGISTERS = 320  # bytes of a chunk's inputs and states for which a thread of a large tile has registers
+
+
+def _neurons_per_thread(plan: Plan) -> int:
+    """As many as a load of 16 bytes brings and registers hold; at least two."""
+    inputs = {a.role: a.storage.itemsize for a in plan.reads if a.kind == "sequence" and a.role[0] == "x"}
+    states = {a.role: a.compute.itemsize for a in plan.reads if a.kind == "row" and a.role[0] == "v"}
+    held = (plan.chunk + 1) * sum((inputs | states).values())
+    most = 1 << (_REGISTERS // max(1, held)).bit_length() >> 1  # the power of two below
+    return min(16 // _itemsize(plan), max(2, most))
 
 
 def _together(plan: Plan, tile: Tile) -> int:
@@ -156,7 +171,8 @@ class Kernel:
         self.plan, self.source = plan, source
         self.function = _define(source, kernel_name(plan))
         self._builds: dict[tuple[Tile, int], Future] = {}
-        self._expected: set[int] = set()  # GPUs for which all classes are built or being built
+        self._expected: set[int] = set()  # GPUs for which all classes are built, or will be
+        self._others: list[Kernel] = []  # for other numbers of steps
         self._loaded: dict[tuple[Tile, int], Any] = {}
         self._ready: dict[tuple[int, int, bool], tuple] = {}
         self.tiles = MeasuredTiles(source)
@@ -223,13 +239,21 @@ class Kernel:
         return self.tiles.get(N, index, aligned) or tile_for(self.plan, N, _processors(index), aligned)
 
     def expect(self, N: int, index: int, aligned: bool = True) -> Future:
-        """Start to build what a call with N neurons on a GPU needs; the first time, also what calls with any other N need."""
+        """Start to build what a call with N neurons on a GPU needs; the first time, then also what calls of any other size need."""
         first = self.expect_tile(self.tile(N, index, aligned), index)
         if index not in self._expected:
-            for n, rows_aligned in _CLASSES:
-                self.expect_tile(tile_for(self.plan, n, _processors(index), rows_aligned), index)
             self._expected.add(index)
+            _planner().submit(self._expect_others, first, index)
         return first
+
+    def _expect_others(self, first: Future, index: int) -> None:
+        """Start to build what all other calls need, once `first`, for which one waits, is built."""
+        wait([first])
+        plans = [dataclasses.replace(self.plan, chunk=chunk) for chunk in chunks(self.plan.longest or self.plan.chunk)]
+        self._others = [load(plan, render(plan)) for plan in plans if plan != self.plan]
+        for kernel in (self, *self._others):
+            for N, aligned in _CLASSES:
+                kernel.expect_tile(tile_for(kernel.plan, N, _processors(index), aligned), index)
 
     def expect_tile(self, tile: Tile, index: int) -> Future:
         """Start to build a tile, once; again if that failed."""
@@ -299,6 +323,12 @@ def _ready(binary: Any, N: int, tile: Tile) -> tuple:
 def _builders() -> ThreadPoolExecutor:
     """Threads that build: Triton's passes run without Python's lock."""
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="flexsn-build")
+
+
+@functools.cache
+def _planner() -> ThreadPoolExecutor:
+    """A thread that starts builds for which nobody waits yet."""
+    return ThreadPoolExecutor(1, thread_name_prefix="flexsn-plan")
 
 
 def _target() -> Any:

@@ -106,7 +106,7 @@ def _launch(
     key = (program, device, direction, flags, T, step, checkpoints, roles, order)
     launch = _launches.get(key)
     if launch is None:
-        kernel = program_from(program, device).kernel(direction, *flags)
+        kernel = program_from(program, device).kernel(T, direction, *flags)
         launch = Launch(kernel, device, T, step, checkpoints, roles, order)
         with lock:
             _launches[key] = launch

@@ -47,6 +47,7 @@ class Plan:
     writes: tuple[Array, ...]
     carried: tuple[Array, ...]  # rows that live from step to step: states, or cotangents of states
     chunk: int
+    longest: int | None = None  # the chunk of its like for any number of steps, if this one is for few
 
     @property
     def arguments(self) -> tuple[Array, ...]:
@@ -97,11 +98,25 @@ _UNROLLED = 160, 320  # ops of a step, unrolled, with a backward (about three ti
 
 
 def chunk_in_registers(num_inputs: int, num_states: int, ops: int, itemsize: int, checkpoint: bool) -> int:
-    """Steps of a chunk, for kernels that keep a chunk in registers: a power of two, 16 for a LIF in float32."""
-    length = 8 if itemsize == 2 else 16  # threads that take several 16-bit neurons need the registers
+    """Steps of a chunk, for kernels that keep a chunk in registers: a power of two, 16 for a LIF."""
+    length = 16
     while length > 2 and length * ops * max(4, itemsize) // 4 > _UNROLLED[not checkpoint]:
         length //= 2
     return length
+
+
+_SHORT = ((4, 4), (15, 8))  # up to so many steps, chunks of so many at most
+
+
+def chunk_for(chunk: int, T: int) -> int:
+    """Steps of a chunk for T steps, of kernels that keep a chunk in registers: where `chunk` is too long to be filled, a shorter
+    one, which leaves registers for more neurons and less to be done by the code for a part of a chunk."""
+    return min([chunk, *(length for steps, length in _SHORT if steps >= T)])
+
+
+def chunks(chunk: int) -> list[int]:
+    """All that `chunk_for` gives."""
+    return sorted({chunk, *(min(chunk, length) for _, length in _SHORT)})
 
 
 def plan_forward(step: Graph, storage: dict[str, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool) -> Plan:

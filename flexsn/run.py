@@ -89,7 +89,7 @@ class Call:
     def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
         there = tuple([None if role in self.absent else role for role in roles])
         program, step = self.program, self.shapes.step
-        return Launch(program.kernel(direction, *flags), program.device, self.T, step, self.checkpoints, there, order)
+        return Launch(program.kernel(self.T, direction, *flags), program.device, self.T, step, self.checkpoints, there, order)
 
     @functools.cached_property
     def constant(self) -> tuple[bool, ...]:

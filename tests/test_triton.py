@@ -77,6 +77,8 @@ BUILT = CASES | {
     "lif_bfloat16": (measured.lif_atan, bf16, 1, 1, []),
     "lif_double": (measured.lif_atan, f64, 1, 1, []),
 }
+STEPS = {"lif_in_4": 4, "lif_in_12": 12, "lif_half_in_4": 4, "lif_half_in_12": 12, "adaptive_lif_in_4": 4}
+BUILT |= {name: BUILT[name.partition("_in_")[0]] for name in STEPS}
 TUNED = BUILT | {  # by tools/tune_triton.py
     "lif_sigmoid": (measured.lif_sigmoid, f32, 1, 1, []),
     "lif_sigmoid_half": (measured.lif_sigmoid, f16, 1, 1, []),
@@ -95,16 +97,17 @@ def program(name):
 
 
 @functools.cache
-def plans(name):
-    made = program(name)
+def plans(name, T=None):
+    made, T = program(name), T or STEPS.get(name, 1000)
     dtypes = (TUNED[name][1],) * made.sig.num_inputs
     wanted = tuple(r for r in made.vjp.graph.outputs if r[0] == "g")
     cotangents = tuple(f"gy{k}" for k in range(made.num_outputs))
-    return {
+    found = {
         "inference": made.forward_plan(dtypes, False, False),
         "forward": made.forward_plan(dtypes, True, False),
         "backward": made.backward_plan(dtypes, wanted, cotangents),
     }
+    return {kernel: made.for_steps(T, plan) for kernel, plan in found.items()}
 
 
 def sources(names):
@@ -156,6 +159,7 @@ def test_rendering_twice_gives_the_same_text():
 # --- binaries --------------------------------------------------------------------------------------------------------------------
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 REGISTERS = {"lif": 168, "adaptive_lif": 176, "hodgkin_huxley": 136, "params": 224, "lif_half": 176, "lif_bfloat16": 176, "lif_double": 152}
+REGISTERS |= {name: 176 for name in STEPS} | {"lif_half_in_4": 224, "adaptive_lif_in_4": 216}
 NEEDS_LIBDEVICE = {"hodgkin_huxley"}  # libdevice is CUDA's: on AMD such kernels do not build, and say so
 
 
@@ -241,7 +245,7 @@ def is_light(found):
     "target, names",
     [
         ("sm_90", ["lif", "adaptive_lif"]),
-        pytest.param("sm_90", ["hodgkin_huxley", "params", "lif_half", "lif_bfloat16", "lif_double"], marks=pytest.mark.slow),
+        pytest.param("sm_90", [n for n in BUILT if n not in ("lif", "adaptive_lif")], marks=pytest.mark.slow),
         pytest.param("sm_80", list(BUILT), marks=pytest.mark.slow),
     ],
     ids=["sm_90-quick", "sm_90-rest", "sm_80-all"],
@@ -408,11 +412,11 @@ def test_two_tiles_serve_every_size(name, aligned):
         assert chosen == [tile_for(made, 2 * N, 264, aligned) for N in SIZES]
 
 
-def test_tile_holds_more_neurons_of_16_bits():
-    def blocks(name):
-        return [tile_for(plans(name)[k], 10**8, 132, True).block for k in KERNELS]
-
-    assert blocks("lif_half") == blocks("lif_bfloat16") == [2 * n for n in blocks("lif")] == [4 * n for n in blocks("lif_double")]
+def test_neurons_per_thread():
+    """As many as a load brings, unless a long chunk of them takes too many registers."""
+    blocks = {name: {tile_for(plans(name)[k], 10**8, 132, True).block for k in KERNELS} for name in BUILT if "lif" in name}
+    many = {"lif_in_4": 256, "lif_in_12": 256, "lif_half_in_4": 512, "lif_half_in_12": 256, "adaptive_lif_in_4": 256}
+    assert blocks == {name: {many.get(name, 128)} for name in blocks}
 
 
 def test_tiles_are_near_the_best_ones_that_were_measured():
@@ -421,7 +425,7 @@ def test_tiles_are_near_the_best_ones_that_were_measured():
     case = lambda row: (row["core"] + "_half" * (row["dtype"] == "float16"), row["kernel"], row["T"], row["N"])
     slower = {}
     for key, measured_tiles in itertools.groupby(sorted(rows, key=case), key=case):
-        made = plans(key[0])[key[1]]
+        made = plans(key[0], key[2])[key[1]]
         tile = tile_for(made, key[3], 132, True)
         times = {
             launch_triton.Tile(r["block"], r["warps"], r["ahead"], r["aligned"]): r["ms"]
@@ -457,12 +461,20 @@ def test_checkpoints(K):
 
 def test_chunks():
     chunks = {name: program(name).chunk for name in BUILT}
-    assert chunks["lif"] == 16 and chunks["adaptive_lif"] == 8 and chunks["lif_half"] == chunks["lif_bfloat16"] == 8
+    assert chunks["lif"] == chunks["lif_half"] == chunks["lif_bfloat16"] == 16 and chunks["adaptive_lif"] == 8
     for inputs, ops, itemsize, checkpoint in itertools.product([1, 3], [0, 1, 10, 100, 10**4], [2, 4, 8], [False, True]):
         K = plan.chunk_in_registers(inputs, 2, ops, itemsize, checkpoint)
         assert K.bit_count() == 1 and 2 <= K <= 16
         assert plan.chunk_in_registers(inputs, 2, ops, itemsize, False) >= K
         assert plan.chunk_in_registers(inputs, 2, ops + 5, itemsize, checkpoint) <= K
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 8, 16])
+def test_few_steps_have_short_chunks(chunk):
+    lengths = [plan.chunk_for(chunk, T) for T in range(100)]
+    assert set(lengths) == set(plan.chunks(chunk)) and max(lengths) == lengths[16] == chunk
+    assert all(plan.checkpoints(T, K) <= T // chunk + 1 for T, K in enumerate(lengths))  # a bound for a T that is not known
+    assert all(T >= K or 2 * T > K or K <= 4 for T, K in enumerate(lengths))
 
 
 # --- pieces of T ----------------------------------------------------------------------------------------------------------------------

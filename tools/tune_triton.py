@@ -25,15 +25,17 @@ from gpu import NEURONS, arrays, copy_rate, launch, plans, program, sequence_byt
 
 from flexsn import launch_triton, render_triton
 from flexsn.launch_triton import Kernel, Tile
+from flexsn.plan import checkpoints
 from flexsn.tune import CANDIDATES
 
 SIZES = {
     "lif_sigmoid": [(32, 3_211_264, "float32"), (1024, 131_072, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32"),
-                    (32, 802_816, "float32"), (8, 8_388_608, "float16"), (64, 1_048_576, "float16")],
-    "adaptive_lif": [(32, 1_605_632, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32")],
+                    (32, 802_816, "float32"), (8, 8_388_608, "float16"), (64, 1_048_576, "float16"), (4, 16_777_216, "float32"),
+                    (4, 16_777_216, "float16")],
+    "adaptive_lif": [(4, 8_388_608, "float32"), (32, 1_605_632, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32")],
     "hodgkin_huxley": [(32, 1_605_632, "float32"), (1024, 16_384, "float32")],
 }  # fmt: skip
-CHUNKS = {"lif_sigmoid": [8, 16], "adaptive_lif": [8, 16], "hodgkin_huxley": [1, 2, 4]}
+CHUNKS = {"lif_sigmoid": [4, 8, 16], "adaptive_lif": [4, 8], "hodgkin_huxley": [1, 2, 4]}
 
 
 def build(job) -> tuple[float, dict]:
@@ -72,8 +74,8 @@ def main() -> None:
             made = program(NEURONS[name], getattr(torch, dtype))
             for chunk in CHUNKS[name]:
                 made.chunk = made.inference_chunk = chunk
-                for direction, plan in plans(made, getattr(torch, dtype)).items():
-                    cases += [(name, dtype, chunk, direction, plan, tile, made.backend.checkpoints) for tile in CANDIDATES]
+                for direction, plan in plans(made, getattr(torch, dtype), 1000).items():
+                    cases += [(name, dtype, chunk, direction, plan, tile) for tile in CANDIDATES]
     start = time.perf_counter()
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         built = list(pool.map(build, [(c[4], c[5]) for c in cases]))
@@ -84,7 +86,7 @@ def main() -> None:
     for name in options.cores:
         for T, N, dtype in SIZES[name]:
             memory: dict = {}
-            for (core, case_dtype, chunk, direction, plan, tile, checkpoints), (seconds, outcome) in zip(cases, built, strict=True):
+            for (core, case_dtype, chunk, direction, plan, tile), (seconds, outcome) in zip(cases, built, strict=True):
                 if (core, case_dtype) != (name, dtype) or "error" in outcome:
                     continue
                 ms, binary = measure(plan, tile, T, N, checkpoints(T, chunk), memory)
