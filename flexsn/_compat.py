@@ -209,10 +209,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Not wrapped by a functorch transform, not fake, not functional: its memory can be read."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.device.type == "meta":
         return False
+    return not is_wrapped(tensor)
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a functorch transform, perhaps one that has ended, keeps the values."""
     functorch = torch._C._functorch  # 2.11, 2.13
     while functorch.is_gradtrackingtensor(tensor) and not functorch_active():  # of a `grad` that has ended: ops look inside
         tensor = functorch.get_unwrapped(tensor)
-    return not functorch.is_functorch_wrapped_tensor(tensor)
+    return functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def overrides_operators(cls: type) -> bool:

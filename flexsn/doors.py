@@ -151,14 +151,29 @@ def _saved(ctx, call: run.Call) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
+def _strides(tensors: Tensors) -> list[tuple[int, ...] | None] | None:
+    """None if all are contiguous."""
+    for t in tensors:  # a plain loop: every call comes here
+        if t is not None and not t.is_contiguous():
+            return [None if t is None else t.stride() for t in tensors]
+    return None
+
+
+def _unpacked(call: run.Call, tensors: Tensors, checkpoints: Sequence[Tensor]) -> tuple[run.Rows, list[Tensor]]:
+    """Rows and checkpoints in one order of memory again."""
+    rows: run.Rows = _as_rows(call, tensors)
+    return rows, [as_rows(t, call.shapes.step, 1, memory_order(rows[0])) for t in checkpoints]
+
+
 # --- eager --------------------------------------------------------------------------------------------------------------------
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: run.Call, *tensors):
         rows = _as_rows(call, tensors)
         results, checkpoints = _forward(call, rows, save=True)
-        ctx.call = call
-        ctx.save_for_backward(*_savable(rows), *checkpoints)
+        saved = (*_savable(rows), *checkpoints)
+        ctx.call, ctx.strides = call, _strides(saved)
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         constant = _not_differentiable(call, results)
         if constant:
@@ -171,7 +186,10 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_double_backward(ctx.call)
         saved, kept = _saved(ctx, ctx.call), len(ctx.call.kinds)
-        return None, *_backward(ctx.call, saved[:kept], saved[kept:], grads, ctx.needs_input_grad[1:])
+        rows, checkpoints = saved[:kept], saved[kept:]
+        if _strides(saved) != ctx.strides:  # hooks of saved tensors gave others, equal to them
+            rows, checkpoints = _unpacked(ctx.call, rows, checkpoints)
+        return None, *_backward(ctx.call, rows, checkpoints, grads, ctx.needs_input_grad[1:])
 
 
 # --- under transforms ---------------------------------------------------------------------------------------------------------

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import _compat
 from ._compat import unseen_by_dynamo
 from .arguments import InitialStates, Start, as_tuple, check_count, check_start, checked_start, gradient_flags, operand_counts, param_names
 from .dynamo import exporting, refuse_carried
-from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError
+from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, StaleStateError
 from .ops import carry, check_backend
 from .reads import Reads, bound, lock, module_tensors
 from .reads import look as walk
@@ -34,11 +36,18 @@ class _Tensors(nn.Module):
 
 
 def _free_name(wanted: str, taken: Collection[str]) -> str:
-    """A name that no other capture and no attribute of `nn.Module` has."""
+    """A name that is not taken, and that no attribute of `nn.Module` has."""
     name = wanted
     while name in taken or hasattr(_Tensors, name) or name in vars(nn.Module()):
         name += "_"
     return name
+
+
+def _free_names(wanted: Sequence[str]) -> tuple[str, ...]:
+    found = list[str]()
+    for name in wanted:
+        found.append(_free_name(name, found))
+    return tuple(found)
 
 
 class FlexSN(nn.Module):
@@ -76,7 +85,7 @@ class FlexSN(nn.Module):
         state_seqs: list of `[T, *shape]`, if `store_state_seqs`.
         captured: the tensors and modules that the core captured (closure, globals, partial, bound `self`), registered by
             name so that `parameters()`, `state_dict()`, `.to()` and `deepcopy` act on them. An `nn.Module` core is the
-            submodule `core`.
+            submodule `core`. Any other core is shared by copies, with the numbers that its object holds (`core.__self__.k`).
     """
 
     runs_sequences = True  # no core of another
@@ -117,7 +126,7 @@ class FlexSN(nn.Module):
         self.example_outputs = None if example_outputs is None else as_tuple("example_outputs", example_outputs, name)
         self.num_inputs, self.num_states = operand_counts(core, num_inputs, num_states, len(params), examples)
         names = param_names(core, params, self.num_inputs + self.num_states)
-        self.num_params, self.param_names = len(params), tuple(_free_name(n, ()) for n in names)
+        self.num_params, self.param_names = len(params), _free_names(names)
         self.params = _Tensors() if params else None
         for param_name, param in zip(self.param_names, params, strict=True):
             self.params.register(param_name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
@@ -150,19 +159,22 @@ class FlexSN(nn.Module):
             value = slot.get()
             if isinstance(self.core, nn.Module) or self._origin.get(path) is value:
                 continue
+            unpickled = path in self._names and path not in self._origin
+            self._origin[path] = value
+            if unpickled:  # what came with the pickle stands for what the core reads here
+                self.holds_copies |= isinstance(value, nn.Module) and self._own(path) is not value
+                continue
             if path not in self._names:
                 self._names[path] = _free_name(path.replace(".", "_"), self._names.values())
-            name = self._names[path]
-            self._origin[path] = value
             self.captured = self.captured or _Tensors()
-            self.captured.register(name, value)
+            self.captured.register(self._names[path], value)
+
+    def _own(self, path: str) -> Any:
+        return self._holders[path] if path in self._holders else getattr(self.captured, self._names[path])
 
     def _replaced(self) -> dict[str, Any]:
         """By path, the objects that this module uses in place of those that the core captures."""
-        if not self._names:
-            return {}
-        named = {path: self._holders[path] if path in self._holders else getattr(self.captured, name) for path, name in self._names.items()}
-        return {path: value for path, value in named.items() if path in self._reads.objects}
+        return {path: self._own(path) for path in self._names if path in self._reads.objects}
 
     def _part_from_holders(self) -> None:
         """A core that is a closure over its network (`self.w`) captures what holds this neuron: a circle of modules, which
@@ -186,6 +198,10 @@ class FlexSN(nn.Module):
                     self._copied = walk(self.core)
             return self._copied, replaced
         return self._reads, replaced
+
+    def with_its_own(self) -> AbstractContextManager[None]:
+        """While inside, the core holds the objects of this module."""
+        return bound(*self.look())
 
     def captured_places(self) -> dict[int, tuple[str, ...]]:
         """Of every tensor that the core captured, by its `id`: the attributes that lead to this module's own."""
@@ -269,6 +285,12 @@ class FlexSN(nn.Module):
             empty = tuple(y.new_empty((0, *y.shape)) for y in self.example_outputs)
             return empty[0] if len(empty) == 1 else empty
         outputs, finals, sequences = self.run(inputs, states, self.store_state_seqs)
+        if not outputs:
+            n = self.num_states
+            raise ReturnCountError(
+                f"returned {n} values, and the last {n} are taken as the new states (num_states={n}): no output is left",
+                core=core_name(self.core), hint="End the core with `return *outputs, *new_states`.",
+            )  # fmt: skip
         if torch.compiler.is_dynamo_compiling():  # where assignments take microseconds
             if self.stateful:
                 finals = [carry(v) for v in finals]
@@ -279,12 +301,6 @@ class FlexSN(nn.Module):
                 self.state_seqs = sequences
         else:
             self._carry((tuple(finals) if exported else finals) if self.stateful else None, sequences)
-        if not outputs:
-            n = self.num_states
-            raise ReturnCountError(
-                f"returned {n} values, and the last {n} are taken as the new states (num_states={n}): no output is left",
-                core=core_name(self.core), hint="End the core with `return *outputs, *new_states`.",
-            )  # fmt: skip
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -338,8 +354,19 @@ class FlexSN(nn.Module):
         self.__dict__["states"] = states
         self.__dict__["state_seqs"] = sequences
 
+    def _refuse_stale(self) -> None:
+        """What a transform left has no values to detach, copy or cast."""
+        if torch.compiler.is_dynamo_compiling() or self.states is None or _compat.functorch_active():
+            return
+        if any(map(_compat.is_wrapped, self.states)):
+            raise StaleStateError(
+                "carries states that were left by a transform that has ended, and have no values", core=core_name(self.core),
+                hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) after transforming it.",
+            )  # fmt: skip
+
     def detach_states(self) -> None:
         """Cut the graph at the carried states (truncated BPTT)."""
+        self._refuse_stale()
         if self.states is not None:
             self.states = type(self.states)([v.detach() for v in self.states])  # type: ignore[call-arg]  # of a list or a tuple
 
@@ -364,6 +391,7 @@ class FlexSN(nn.Module):
 
     def _apply(self, fn, recurse=True):
         self._part_from_holders()
+        self._refuse_stale()
         super()._apply(fn, recurse)
         if self.states is not None:
             self.states = [fn(v) for v in self.states]
@@ -373,19 +401,22 @@ class FlexSN(nn.Module):
     def __deepcopy__(self, memo):
         import copy
 
+        self._refuse_stale()
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         for key, value in self.__getstate__().items():
             if key in ("states", "state_seqs") and value is not None:  # graph tensors cannot be copied; their values can
                 value = [v.detach() for v in value]
-            shared = key in ("_origin", "core") and not isinstance(self.core, nn.Module)
+            shared = key == "core" and not isinstance(value, nn.Module)
             new.__dict__[key] = value if shared else copy.deepcopy(value, memo)
-        new.holds_copies = new.captured is not None and bool(new.captured._modules)
+        new._origin = dict(self._origin)
+        new.holds_copies = bool(new._holders) or (new.captured is not None and bool(new.captured._modules))
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state["_reads"] = state["_copied"] = None
+        state["_origin"] = {}  # a function that is pickled by name reads other objects where it is loaded
         return state
 
     def extra_repr(self) -> str:

@@ -20,12 +20,12 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from .slots import MISSING, Attributes, Slot
+from .slots import MISSING, Attributes, Child, Contents, Slot
 
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -47,6 +47,7 @@ class Reads:
     """The result of one look at a core."""
 
     objects: dict[str, Slot] = field(default_factory=dict)  # captured tensors and modules, outermost ones
+    again: list[tuple[Slot, Slot]] = field(default_factory=list)  # other places of what is captured, each with the first one
     fingerprint: tuple = ()  # code and constants; equal fingerprints trace to equal graphs
     watched: list[tuple[Slot, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)  # of containers and namespaces, which may grow
@@ -133,7 +134,7 @@ class _Walker:
         self.core = core
         self.reads = Reads()
         self.constants: list[tuple] = []
-        self.seen: dict[int, str] = {}
+        self.seen: dict[int, tuple[str, Slot | None]] = {}  # by identity, the first path and place
         self.held: list[Any] = []
 
     def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
@@ -147,31 +148,34 @@ class _Walker:
         if isinstance(value, _SCALARS):
             self.constants.append((path, type(value).__name__, repr(value)))
             return
-        if id(value) in self.seen:
+        identity = id(vars(value)) if isinstance(value, nn.Module) else id(value)  # of modules that share their contents: one
+        if identity in self.seen:
             self.reads.cyclic |= value is self.core
-            self.constants.append((path, "same as", self.seen[id(value)]))
+            first, before = self.seen[identity]
+            self.constants.append((path, "same as", first))
+            if isinstance(value, (Tensor, nn.Module, tuple)) and before is not None and _settable(place):
+                self.reads.again.append((place, before))
             return
         if depth > _MAX_DEPTH:
             self.opaque(path, value)
             return
-        self.seen[id(value)] = path
+        self.seen[identity] = path, place
         self.held.append(value)  # while the walk lasts, so that ids stay unique
         if isinstance(value, Tensor):
             self.constants.append((path, "tensor"))
             if place is not None:
                 self.reads.objects[path.removeprefix("core.")] = place
         elif isinstance(value, nn.Module):
-            if place is not None:
+            if _settable(place):
                 self.reads.objects[path.removeprefix("core.")] = place
-            self.module(path, value, depth)
+            self.module(path, value, place, depth)
         elif isinstance(value, functools.partial):
-            self.visit(path, value.func, None, depth + 1)
+            self.fixed(f"{path}.func" if isinstance(value.func, nn.Module) else path, value.func, depth)
             self.items(path, value.args, Slot(path, value, "args"), depth)
             self.items(path, value.keywords, None, depth)
         elif isinstance(value, types.MethodType):
             self.visit(path, value.__func__, None, depth + 1)
-            owner = value.__self__
-            self.visit(f"{path}.self", owner, Slot(f"{path}.self", [owner], 0) if isinstance(owner, nn.Module) else None, depth + 1)
+            self.fixed(f"{path}.self", value.__self__, depth)
         elif isinstance(value, types.FunctionType):
             self.function(path, value, depth)
         elif isinstance(value, (list, tuple, dict, collections.deque)):
@@ -197,6 +201,10 @@ class _Walker:
         for name in names:
             self.slot(f"{path}.{name}", namespace, name, depth + 1)
 
+    def fixed(self, path: str, value: Any, depth: int) -> None:
+        """What its holder never exchanges."""
+        self.visit(path, value, Slot(path, Contents(value)) if isinstance(value, nn.Module) else None, depth + 1)
+
     def opaque(self, path: str, value: Any) -> None:
         """Something that cannot be looked into: the same object counts as the same value."""
         self.reads.opaque.append(value)
@@ -210,7 +218,7 @@ class _Walker:
         else:
             self.names(path, values, list(values) if isinstance(values, dict) else range(len(values)), depth)
 
-    def module(self, path: str, module: nn.Module, depth: int) -> None:
+    def module(self, path: str, module: nn.Module, place: Slot | None, depth: int) -> None:
         if not _is_library(type(module).__module__):
             self.visit(f"{path}.type", type(module), None, depth + 1)
         else:
@@ -229,12 +237,13 @@ class _Walker:
         for name, child in module._modules.items():
             self.reads.watched.append((Slot(path, module._modules, name), child))
             if child is not None:
-                self.visit(f"{path}.{name}", child, None, depth + 1)
+                self.visit(f"{path}.{name}", child, Slot(path, Child(place), name) if place else None, depth + 1)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             self.reads.sizes.append((hooks, len(hooks)))
             for i, (key, hook) in enumerate(hooks.items()):
-                self.reads.watched.append((Slot(f"{path}.hook", hooks, key), hook))
-                self.visit(f"{path}.hook{i}", hook, None, depth + 1)
+                place = Slot(f"{path}.hook", hooks, key)
+                self.reads.watched.append((place, hook))
+                self.visit(f"{path}.hook{i}", hook, place, depth + 1)
 
     def cls(self, path: str, cls: type, depth: int) -> None:
         self.constants.append((path, "class", cls.__qualname__))
@@ -299,6 +308,11 @@ class _Walker:
             self.slot(path, holder, key, depth + 1)
 
 
+def _settable(place: Slot | None) -> TypeGuard[Slot]:
+    """Whether an object may be put there. Children are no places of their own: the outermost module stands for them."""
+    return place is not None and not isinstance(place.holder, Child)
+
+
 def _slot_names(cls: type) -> list[str]:
     names = [getattr(base, "__slots__", ()) for base in cls.__mro__ if not _is_library(base.__module__)]
     return [n for group in names for n in ((group,) if isinstance(group, str) else group) if n not in ("__dict__", "__weakref__")]
@@ -338,7 +352,7 @@ os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_
 
 @contextlib.contextmanager
 def bound(reads: Reads, replaced: dict[str, Any]) -> Iterator[None]:
-    """While inside, the core sees `replaced[path]` in place of the objects that it captured.
+    """While inside, the core sees `replaced[path]` in place of the objects that it captured, by whatever names.
 
     A `FlexSN` owns its captured tensors (so that `.to`, `deepcopy` and `state_dict` act on them), while a closure is
     shared by all copies of its function. Calls that run the core itself therefore swap the module's tensors in, one
@@ -353,6 +367,10 @@ def bound(reads: Reads, replaced: dict[str, Any]) -> Iterator[None]:
             for path, new in replaced.items():
                 if reads.objects[path].get() is not new:
                     undo.append(reads.objects[path].put(new))
+            for place, first in reads.again:
+                new = first.get()
+                if place.get() is not new and new is not MISSING:
+                    undo.append(place.put(new))
             yield
         finally:
             for put_back in reversed(undo):
@@ -381,5 +399,5 @@ def stand_ins(reads: Reads, replaced: dict[str, Any], make: Callable[[Tensor], T
                                 table[name] = make(tensor)
             yield swapped
         finally:
-            for table, name, tensor in undo:
+            for table, name, tensor in reversed(undo):  # of a module under two names twice
                 table[name] = tensor

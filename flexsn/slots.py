@@ -19,9 +19,23 @@ class Attributes:
     owner: Any
 
 
+@dataclass(frozen=True)
+class Contents:
+    """A module that its holder cannot exchange, such as the owner of a bound method: what it contains is exchanged."""
+
+    module: Any
+
+
+@dataclass(frozen=True)
+class Child:
+    """The children of the module that a place holds."""
+
+    place: Slot
+
+
 class Slot:
     """One place that holds a value: a closure cell, a key of a namespace or container, an attribute of a class, function or
-    partial, an item of a tuple that another place holds, or (weakly) the core itself."""
+    partial, an item of a tuple that another place holds, a module by its `Contents`, a child of one, or (weakly) the core itself."""
 
     __slots__ = ("get", "holder", "key", "path")
 
@@ -48,6 +62,11 @@ class Slot:
         """Set it; returns what puts the very object back that was there."""
         if isinstance(self.holder, Slot):
             return self.holder.put(_exchanged(self.holder.get(), self.key, value))
+        if isinstance(self.holder, Contents):
+            module = self.holder.module
+            undo = functools.partial(object.__setattr__, module, "__dict__", vars(module))
+            object.__setattr__(module, "__dict__", vars(value))
+            return undo
         before = self.get()
         self.set(value)
         return functools.partial(self.set, before)
@@ -69,6 +88,10 @@ def _reader(holder: Any, key: Any) -> Callable[[], Any]:
         return functools.partial(getattr, holder, key)
     if isinstance(holder, Slot):
         return lambda: _item(holder.get(), key)
+    if isinstance(holder, Contents):
+        return lambda: holder.module
+    if isinstance(holder, Child):
+        return lambda: holder.place.get()._modules.get(key, MISSING)
     return functools.partial(_item, holder, key)
 
 

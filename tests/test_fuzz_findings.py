@@ -1,7 +1,10 @@
 """What the fuzzer found in flexsn, each the smallest core that showed it."""
 
+import copy
+
 import pytest
 import torch
+from cores import leaky
 from helpers import backends, check, evaluate
 
 import flexsn
@@ -354,3 +357,37 @@ def test_a_write_into_a_tensor_with_views_that_no_input_reaches(core):
         flexsn.scan(core, [x], [], [w], backend=NATIVE)
     with pytest.warns(flexsn.errors.FallbackWarning):
         assert torch.equal(flexsn.scan(core, [x], [], [w]).outputs[0][1], core(x[1], w))
+
+
+# --- found by a search through copies and hooks -----------------------------------------------------------------------------------
+def test_a_copy_that_is_traced_first_leaves_nothing_to_others():
+    """A program serves every neuron of its code: no tensor of one may be a constant in it."""
+
+    def tied(value):
+        a = torch.full((4,), value)
+        b = a
+        return flexsn.FlexSN(lambda x: x * a + b * 100.0, 1, 0, backend=NATIVE)
+
+    x = torch.ones(3, 4)
+    assert torch.equal(copy.deepcopy(tied(2.0))(x), 202.0 * x)
+    assert torch.equal(tied(7.0)(x), 707.0 * x)
+
+
+@pytest.mark.parametrize("backend", [NATIVE, "hop"])
+@pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [(lambda t: t.contiguous() if t.numel() > 1000 else t, lambda t: t), (lambda t: torch.stack([t, t], -1), lambda t: t[..., 0])],
+    ids=["the large contiguous", "strided views"],
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_saved_tensors_that_come_back_with_other_strides(pack, unpack, backend, channels_last):
+    x, v = torch.rand(40, 2, 3, 3, 4) * 2, torch.rand(2, 3, 3, 4)
+    x, v = (t.movedim(-1, -3) if channels_last else t for t in (x, v))
+
+    def grads(**how):
+        leaves = x.clone().requires_grad_(), v.clone().requires_grad_()
+        return torch.autograd.grad(flexsn.scan(leaky, leaves[:1], leaves[1:], [torch.tensor(0.5)], **how).outputs[0].square().sum(), leaves)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        got = grads(backend=backend)
+    torch.testing.assert_close(got, grads(backend="torch"))

@@ -773,3 +773,123 @@ def test_a_compiled_copy_whose_core_captures_a_module_is_no_full_graph():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="this neuron is a copy"):
         torch.compile(copied, backend="aot_eager", fullgraph=True)(torch.ones(3, 2))
+
+
+# --- one object under several names -------------------------------------------------------------------------------------------------
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, *v):
+        return (x * self.w, *v) if v else x * self.w
+
+    def step(self, x, v):
+        return x * self.w, v
+
+
+def two_names():
+    a = nn.Parameter(torch.tensor(2.0))
+    b = a
+    return lambda x, v: (x * a + x * b, v)
+
+
+def two_tuples():
+    a = (nn.Parameter(torch.tensor(2.0)),)
+    b = a
+    return lambda x, v: (x * a[0] + x * b[0], v)
+
+
+def a_module_and_its_child():
+    a = nn.Sequential(Scaled())
+    b = a[0]
+    return lambda x, v: (a(x) + b(x), v)
+
+
+def a_method_and_its_owner():
+    a = Scaled()
+    b = a.step
+    return lambda x, v: (a(x) + b(x, v)[0], v)
+
+
+WAYS = [two_names, two_tuples, a_module_and_its_child, a_method_and_its_owner, lambda: Scaled().step, lambda: functools.partial(Scaled())]
+
+
+@pytest.mark.parametrize("make", WAYS, ids=[*[f.__name__ for f in WAYS[:4]], "a_method", "a_partial_of_a_module"])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_a_copy_has_its_own_under_every_name(make, backend):
+    net, x = FlexSN(make(), 1, 1, backend=backend, stateful=False), torch.ones(3, 4)
+    twin = copy.deepcopy(net)
+    (w,) = twin.parameters()
+    with torch.no_grad():
+        w.mul_(1.5)
+    y = twin(x)
+    y.sum().backward()
+    assert torch.equal(y, 1.5 * net(x)) and torch.equal(w.grad * w, y.sum())
+    assert all(p.grad is None for p in net.parameters())
+
+
+class Whole(nn.Module):
+    """A network whose neuron is a closure over it."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(2.0))
+        self.neuron = FlexSN(lambda x, v: (x * self.w, v), 1, 1, stateful=False)
+
+    def forward(self, x):
+        return self.neuron(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
+@torch.no_grad()
+def test_a_compiled_copy_of_a_network_that_its_neuron_reads():
+    net, x = Whole().train(), torch.ones(3, 4)
+    twin = copy.deepcopy(net)
+    twin.w.fill_(5.0)
+    for run in (twin, torch.compile(twin, backend="aot_eager")):
+        assert torch.equal(run(x), 5.0 * x)
+
+
+OFFSET = nn.Parameter(torch.zeros(()))
+
+
+def shifted(x, v):
+    return x + OFFSET, v
+
+
+def rebind(monkeypatch, value):
+    monkeypatch.setitem(globals(), "OFFSET", nn.Parameter(torch.tensor(value)))
+
+
+def test_a_pickle_keeps_its_values_where_the_core_is_found_by_name(monkeypatch):
+    x = torch.zeros(3, 4)
+    rebind(monkeypatch, 5.0)
+    saved = pickle.dumps(FlexSN(shifted, 1, 1))
+    rebind(monkeypatch, 0.0)  # as a new process imports it
+    net = pickle.loads(saved)
+    (trained,) = net.parameters()
+    assert torch.equal(net(x), x + 5.0) and [p is trained for p in net.parameters()] == [True]
+    assert torch.equal(copy.deepcopy(net)(x), x + 5.0)
+    rebind(monkeypatch, 2.0)
+    assert torch.equal(net(x), x + 2.0)
+
+
+def test_each_copy_sees_that_a_name_is_bound_anew(monkeypatch):
+    net, x = FlexSN(shifted, 1, 1), torch.zeros(3, 4)
+    twin = copy.deepcopy(net)
+    rebind(monkeypatch, 2.0)
+    assert torch.equal(twin(x), x + 2.0) and torch.equal(net(x), x + 2.0)
+
+
+def test_params_whose_names_differ_by_what_is_put_behind_them():
+    net = FlexSN(lambda x, type, type_: x * type + type_, 1, 0, params=(torch.tensor(2.0), torch.tensor(10.0)))
+    assert len(set(net.param_names)) == 2 and torch.equal(net(torch.ones(2, 3)), torch.full((2, 3), 12.0))
+
+
+def test_a_core_without_outputs_leaves_the_states():
+    net = FlexSN(lambda x, v: x + v, 1, 1)
+    net.states = [torch.zeros(4)]
+    with pytest.raises(ReturnCountError):
+        net(torch.ones(3, 4))
+    assert not net.states[0].any()

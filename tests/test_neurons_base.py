@@ -379,3 +379,17 @@ def test_network_helpers_reach_neurons():
     assert torch.equal(net(X), first)
     flexsn.detach_states(net)
     assert not net[1].states[0].requires_grad
+
+
+def test_one_tensor_for_two_arguments():
+    made = lambda: flexsn.CubaLI(tau=(tau := torch.tensor(2.5)), tau_syn=tau, stateful=False)
+    want, eight = flexsn.CubaLI(tau=8.0, tau_syn=8.0, stateful=False)(X), torch.tensor(8.0)
+    torch.testing.assert_close(torch.func.functional_call(made(), {"captured.tau": eight}, (X,)), want)
+    assigned, cast = made(), copy.deepcopy(made()).double().float()
+    assigned.load_state_dict({"captured.tau": eight}, assign=True)
+    cast.tau.fill_(8.0)
+    for neuron in (assigned, cast):
+        torch.testing.assert_close(neuron(X), want)
+        assert neuron.tau_syn is neuron.tau
+    with pytest.raises(ArgumentError, match="`tau_syn` is a tensor of this neuron"):
+        cast.tau_syn = 3.0

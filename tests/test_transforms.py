@@ -16,7 +16,7 @@ import flexsn
 from flexsn import FlexSN, doors
 from flexsn.blueprint import draw
 from flexsn.capture import Meta
-from flexsn.errors import DoubleBackwardError, FallbackWarning, ForwardModeError
+from flexsn.errors import DoubleBackwardError, FallbackWarning, ForwardModeError, StaleStateError
 from flexsn.ops import text_of
 from flexsn.signature import make_signature
 
@@ -275,6 +275,14 @@ def test_saved_tensors_hooks_see_what_is_saved():
     assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
 
 
+def test_a_module_under_two_names_keeps_its_tensors():
+    """Others stand in for them while a transformed call is traced."""
+    net = nn.Sequential(nn.Sequential(nn.PReLU()))
+    inner, weight, x = net[0], net[0][0].weight, torch.randn(2, 5, 4)
+    got = vmap(FlexSN(lambda x: inner(x) + net(x), 1, 0))(x)
+    assert inner[0].weight is weight and torch.equal(got, 2 * inner(x))
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", [lambda f: jacrev(jacrev(f)), lambda f: grad(lambda w: grad(f)(w).sum())])
 def test_double_backward_is_refused(make):
@@ -413,3 +421,13 @@ def test_the_operator_differentiates_as_the_call_does():
 def test_an_operator_at_another_step_shape_says_so():
     with pytest.raises(flexsn.errors.ShapeMismatchError, match=r"step shape \[3, 4\]"):
         doors.call_of(LEAKY, [torch.randn(5, 3, 7)], [None], [torch.rand(4)], False)
+
+
+@pytest.mark.parametrize("use", [FlexSN.detach_states, copy.deepcopy, FlexSN.double])
+def test_states_that_a_transform_left_are_refused_by_name(use):
+    net = params_neuron()
+    vmap(net)(torch.randn(2, 5, 3, 8))
+    with pytest.raises(StaleStateError, match=r"has ended.*\n.*`reset\(\)`"):
+        use(net)
+    net.reset()
+    use(net)

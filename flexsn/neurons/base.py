@@ -154,14 +154,19 @@ class Neuron(FlexSN):
 def _get(neuron: Neuron, name: str) -> Any:
     if name in neuron._names:  # a tensor or module, which the module holds
         return getattr(neuron.captured, neuron._names[name])
-    return neuron.core.keywords[name]  # type: ignore[attr-defined]  # the core is a partial
+    core: Any = neuron.core  # a partial
+    if not isinstance(core.keywords[name], (Tensor, nn.Module)):
+        return core.keywords[name]
+    with neuron.with_its_own():  # given under another name, too
+        return core.keywords[name]
 
 
 def _set(neuron: Neuron, value: Any, name: str) -> None:
     cls = type(neuron).__name__
-    if name in neuron._names:
-        if isinstance(_get(neuron, name), nn.Module):
-            raise ArgumentError(f"{cls}: `{name}` is a module of this neuron", hint="Make another neuron.")
+    held = _get(neuron, name)
+    if isinstance(held, nn.Module):
+        raise ArgumentError(f"{cls}: `{name}` is a module of this neuron", hint="Make another neuron.")
+    if isinstance(held, Tensor):
         hint = f"Write into it, `with torch.no_grad(): neuron.{name}.copy_(...)`, or make another neuron."
         raise ArgumentError(f"{cls}: `{name}` is a tensor of this neuron", hint=hint)
     if isinstance(value, (Tensor, nn.Module)):
