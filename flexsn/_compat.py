@@ -212,6 +212,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not is_wrapped(tensor)
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Not so of what `torch.autograd.grad(..., is_grads_batched=True)` passes."""
+    return torch._C._has_storage(tensor)  # 2.11, 2.13
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a functorch transform, perhaps one that has ended, keeps the values."""
     functorch = torch._C._functorch  # 2.11, 2.13

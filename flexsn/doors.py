@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from . import _compat, forks, run, sharding
 from .capture import Meta
-from .errors import DoubleBackwardError, ForwardModeError, FreedGraphError, ShapeMismatchError
+from .errors import BatchedGradientError, DoubleBackwardError, ForwardModeError, FreedGraphError, ShapeMismatchError
 from .inductor import remade
 from .ops import LIBRARY, TAGS, TracedCall, like_row, program_from, text_of
 from .rows import is_dense, memory_order, unbroadcast
@@ -136,6 +137,13 @@ def _refuse_double_backward(call: run.Call) -> None:
     )  # fmt: skip
 
 
+def _refuse_batched_gradients(call: run.Call) -> NoReturn:
+    raise BatchedGradientError(
+        "is given a batch of cotangents at once (is_grads_batched=True, vectorize=True), which an eager fused call does not take",
+        core=call.program.sig.core, hint="Use `torch.func.jacrev` or `torch.func.vmap(torch.func.vjp(...)[1])`, or give them one by one.",
+    ) from None  # fmt: skip
+
+
 def _saved(ctx, call: run.Call) -> tuple[Tensor, ...]:
     """What the forward saved, unless a backward before this one freed it."""
     try:
@@ -189,7 +197,12 @@ class _Eager(torch.autograd.Function):
         rows, checkpoints = saved[:kept], saved[kept:]
         if _strides(saved) != ctx.strides:  # hooks of saved tensors gave others, equal to them
             rows, checkpoints = _unpacked(ctx.call, rows, checkpoints)
-        return None, *_backward(ctx.call, rows, checkpoints, grads, ctx.needs_input_grad[1:])
+        try:
+            return None, *_backward(ctx.call, rows, checkpoints, grads, ctx.needs_input_grad[1:])
+        except RuntimeError:
+            if all(g is None or _compat.has_storage(g) for g in grads):
+                raise
+            _refuse_batched_gradients(ctx.call)
 
 
 # --- under transforms ---------------------------------------------------------------------------------------------------------

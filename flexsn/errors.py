@@ -93,6 +93,10 @@ class DoubleBackwardError(FlexSNError, RuntimeError):
     """A second derivative through a fused call (`create_graph=True`)."""
 
 
+class BatchedGradientError(FlexSNError, RuntimeError):
+    """Batched cotangents (`is_grads_batched=True`, `vectorize=True`) for a call that was not made under `torch.func`."""
+
+
 class FreedGraphError(FlexSNError, RuntimeError):
     """A backward through a fused call whose graph an earlier backward freed: mostly, states were carried over from it."""
 

@@ -55,6 +55,13 @@ def second_derivative(backend):
     return torch.autograd.grad(grad.sum(), [x]), 6.0 * X
 
 
+@misuse("a batch of cotangents at once", raises(errors.BatchedGradientError, "is_grads_batched=True", "torch.func.jacrev"),
+        torch=gives("works"), triton=True)  # fmt: skip
+def batch_of_cotangents(backend):
+    x, found = run(backend, lambda x, v: (x * x, v + x))
+    return torch.autograd.grad(found[0], [x], torch.ones(2, *x.shape), is_grads_batched=True), (2.0 * X).expand(2, *X.shape)
+
+
 @misuse("backward from an output that is no scalar", passes_on(RuntimeError, "scalar outputs", whose=PYTORCH))
 def not_scalar(backend):
     run(backend)[1][0].backward()
