@@ -29,6 +29,7 @@ import peers
 from gpu import machine
 
 import flexsn
+from flexsn.launch_triton import finish_builds
 
 BATCH = 128
 LAYOUT = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
@@ -166,6 +167,7 @@ def prepared(name: str, x: Tensor, labels: Tensor) -> tuple[dict, Callable[[], T
     losses = [step().item() for _ in range(3)]
     torch.cuda.synchronize()
     first = time.perf_counter() - start
+    finish_builds()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
@@ -201,7 +203,10 @@ def main() -> None:
     options = parser.parse_args()
     target = Path(options.output)
     document: dict = json.loads(target.read_text()) if target.exists() else {"T": {}}  # rows that are not measured again stay
-    document |= {"machine": machine(), "batch": BATCH}
+    now, before = machine(), document.get("machine", {})
+    if not peers.spikingjelly:
+        now["spikingjelly"] = before.get("spikingjelly", "absent")  # that of the rows that stay
+    document |= {"machine": now, "batch": BATCH}
     torch.backends.cudnn.benchmark = False
     torch._dynamo.config.recompile_limit = 2 * len(RUNS)  # to Dynamo they are one function
     for T in options.steps:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import dataclasses
 import functools
@@ -203,6 +204,11 @@ def functorch_active() -> bool:
 def below_autograd() -> bool:
     """Whether autograd has had its turn: inside the rule of an operator for what comes after it."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # 2.11, 2.13
+
+
+def exiting() -> bool:
+    """Whether the interpreter ends, and waits only for what threads of a pool have still to do."""
+    return concurrent.futures.thread._shutdown  # Python 3.11, 3.12
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

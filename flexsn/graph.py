@@ -41,7 +41,7 @@ class Node:
         return f"{self.name}: {kind} = {self.op}({', '.join(a.name for a in self.args)})"
 
 
-@dataclass
+@dataclass(eq=False)
 class Graph:
     """Inputs and outputs by role: `x0 v0 p0 gy0 gv0` in, `y0 v0 gx0 gv0 gp0` out."""
 

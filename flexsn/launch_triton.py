@@ -1,9 +1,9 @@
 """Triton source -> loaded kernel: Triton's compiler and disk cache, the tile, and the call.
 
 A binary serves every T of its class (by the steps of a chunk, `plan.chunk_for`), and every N of its class (few neurons, or many
-with rows aligned or not): sizes are run-time arguments. The backward is built beside the forward, and all other classes after them,
-on threads. Under `TRITON_INTERPRET=1` (set
-before triton is imported) kernels run on CPU tensors, slowly: for tests.
+with rows aligned or not): sizes are run-time arguments. All classes of N are built at once, and the backward beside the
+forward, on threads; then, on one thread, those of other T. Under `TRITON_INTERPRET=1` (set before triton is imported) kernels
+run on CPU tensors, slowly: for tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ def _after_fork() -> None:
     for held in (_lock, _interpreter):
         held._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
     _builders.cache_clear()
-    _planner.cache_clear()
+    _later.cache_clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -171,6 +171,7 @@ class Kernel:
         self.plan, self.source = plan, source
         self.function = _define(source, kernel_name(plan))
         self._builds: dict[tuple[Tile, int], Future] = {}
+        self._unasked: set[tuple[Tile, int]] = set()  # of these, those for which nobody waits
         self._expected: set[int] = set()  # GPUs for which all classes are built, or will be
         self._others: list[Kernel] = []  # for other numbers of steps
         self._loaded: dict[tuple[Tile, int], Any] = {}
@@ -243,24 +244,44 @@ class Kernel:
         first = self.expect_tile(self.tile(N, index, aligned), index)
         if index not in self._expected:
             self._expected.add(index)
-            _planner().submit(self._expect_others, first, index)
+            for tile in self._tiles(index):
+                self.expect_tile(tile, index)
+            _later().submit(self._expect_others, first, index)
         return first
 
+    def _tiles(self, index: int) -> list[Tile]:
+        """Those that calls of all sizes have."""
+        return [tile_for(self.plan, N, _processors(index), aligned) for N, aligned in _CLASSES]
+
     def _expect_others(self, first: Future, index: int) -> None:
-        """Start to build what all other calls need, once `first`, for which one waits, is built."""
+        """The kernels for other numbers of steps, once `first`, for which somebody waits, is built."""
         wait([first])
         plans = [dataclasses.replace(self.plan, chunk=chunk) for chunk in chunks(self.plan.longest or self.plan.chunk)]
         self._others = [load(plan, render(plan)) for plan in plans if plan != self.plan]
-        for kernel in (self, *self._others):
-            for N, aligned in _CLASSES:
-                kernel.expect_tile(tile_for(kernel.plan, N, _processors(index), aligned), index)
+        for kernel in self._others:
+            for tile in kernel._tiles(index):
+                kernel.expect_tile(tile, index, asked=False)
 
-    def expect_tile(self, tile: Tile, index: int) -> Future:
-        """Start to build a tile, once; again if that failed."""
+    def expect_tile(self, tile: Tile, index: int, asked: bool = True) -> Future:
+        """Start to build a tile, once; again if that failed.
+
+        Args:
+            asked: whether somebody waits for it, or will.
+        """
+        key = tile, index
         with _lock, torch.cuda.device(index):
-            build = self._builds.get((tile, index))
-            if build is None or (build.done() and build.exception() is not None):
-                build = self._builds[tile, index] = _builders().submit(self.build, tile, _target())
+            build = self._builds.get(key)
+            taken_over = asked and key in self._unasked and build is not None and build.cancel()
+            if asked:
+                self._unasked.discard(key)
+            if build is None or taken_over or (build.done() and build.exception() is not None):
+                target = _target()
+                if asked:
+                    build = _builders().submit(self.build, tile, target)
+                else:
+                    build = _later().submit(_unless_exiting, self.build, tile, target)
+                    self._unasked.add(key)
+                self._builds[key] = build
             return build
 
     def _binary(self, build: Future, tile: Tile, index: int) -> Any:
@@ -326,9 +347,21 @@ def _builders() -> ThreadPoolExecutor:
 
 
 @functools.cache
-def _planner() -> ThreadPoolExecutor:
-    """A thread that starts builds for which nobody waits yet."""
-    return ThreadPoolExecutor(1, thread_name_prefix="flexsn-plan")
+def _later() -> ThreadPoolExecutor:
+    """One thread for what nobody waits for: more would keep the program from Python's lock."""
+    return ThreadPoolExecutor(1, thread_name_prefix="flexsn-later")
+
+
+def _unless_exiting(build: Callable[..., Any], *args: Any) -> Any:
+    if _compat.exiting():
+        raise CancelledError
+    return build(*args)
+
+
+def finish_builds() -> None:
+    """Wait until nothing is built for which nobody waits: for measurements."""
+    for _ in range(2):  # what is found to be built goes to the end of the line
+        _later().submit(lambda: None).result()
 
 
 def _target() -> Any:

@@ -42,6 +42,7 @@ IMPORTS = (
 )  # fmt: skip
 
 
+@functools.lru_cache(256)
 def render(plan: Plan) -> str:
     """The kernel's source text."""
     return "\n".join([*_header(plan), *(_forward(plan) if plan.direction == "forward" else _backward(plan)), ""])

@@ -5,6 +5,7 @@
 
 import ast
 import collections
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -16,8 +17,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -257,6 +260,48 @@ def test_builds(target, names):
     assert [b for b in found if "error" in b] == []
     assert [b for b in found if not is_light(b)] == []
     assert [b for b in found if b["waits"] or not (b["shortened"] and b["as_by_triton"])] == []
+
+
+@pytest.fixture
+def builder(monkeypatch):
+    """Builds of binaries that are none: names of the threads, by chunk and tile. What nobody waits for starts, and goes on when told to."""
+    started, go_on, found = threading.Event(), threading.Event(), {}
+
+    def build(kernel, tile, target):
+        if threading.current_thread().name.startswith("flexsn-later"):
+            started.set()
+            assert go_on.wait(30)
+        found.setdefault((kernel.plan.chunk, tile), []).append(threading.current_thread().name.rpartition("_")[0])
+
+    monkeypatch.setattr(launch_triton.Kernel, "build", build)
+    monkeypatch.setattr(launch_triton, "_kernels", weakref.WeakValueDictionary())
+    for name, stand_in in (("_target", lambda: None), ("_processors", lambda index: 132)):
+        monkeypatch.setattr(launch_triton, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    yield started, go_on, found
+    go_on.set()
+    launch_triton.finish_builds()
+
+
+def test_what_nobody_waits_for_is_built_later(builder):
+    started, go_on, found = builder
+    made = plans("lif", 4)["backward"]
+    kernel = launch_triton.load(made, render_triton.render(made))
+    kernel.expect(10**6, 0).result()
+    assert started.wait(30)
+    long = plans("lif", 99)["backward"]
+    more = launch_triton.load(long, render_triton.render(long))
+    more.expect_tile(more.tile(10**6, 0, True), 0).result()  # in the line, and now somebody waits
+    assert {k: names for (k, _), names in found.items()} == {4: ["flexsn-build"], 16: ["flexsn-build"]}
+    go_on.set()
+    launch_triton.finish_builds()
+    every = [
+        (k, tile_for(plans("lif", T)["backward"], N, 132, aligned))
+        for k, T in ((4, 4), (8, 12), (16, 99))
+        for N, aligned in launch_triton._CLASSES
+    ]
+    assert set(found) == set(every) and {len(names) for names in found.values()} == {1}
+    assert list(found.values()).count(["flexsn-later"]) == 5 and more in kernel._others
 
 
 def test_a_stage_that_the_program_exchanged_stays(tmp_path):
