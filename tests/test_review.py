@@ -288,7 +288,7 @@ def test_a_build_that_failed_ahead_of_its_call_is_tried_again(monkeypatch):
     from flexsn import launch_triton
 
     tried, kernel = [], launch_triton.Kernel.__new__(launch_triton.Kernel)
-    kernel._builds = {}
+    kernel._builds, kernel._unasked = {}, set()
     monkeypatch.setattr(launch_triton, "_target", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
 
