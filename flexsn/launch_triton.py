@@ -246,17 +246,18 @@ class Kernel:
             self._expected.add(index)
             for tile in self._tiles(index):
                 self.expect_tile(tile, index)
-            _later().submit(self._expect_others, first, index)
+            if self.plan.longest:
+                _later().submit(self._expect_others, first, self.plan.longest, index)
         return first
 
     def _tiles(self, index: int) -> list[Tile]:
         """Those that calls of all sizes have."""
         return [tile_for(self.plan, N, _processors(index), aligned) for N, aligned in _CLASSES]
 
-    def _expect_others(self, first: Future, index: int) -> None:
+    def _expect_others(self, first: Future, longest: int, index: int) -> None:
         """The kernels for other numbers of steps, once `first`, for which somebody waits, is built."""
         wait([first])
-        plans = [dataclasses.replace(self.plan, chunk=chunk) for chunk in chunks(self.plan.longest or self.plan.chunk)]
+        plans = [dataclasses.replace(self.plan, chunk=chunk) for chunk in chunks(longest)]
         self._others = [load(plan, render(plan)) for plan in plans if plan != self.plan]
         for kernel in self._others:
             for tile in kernel._tiles(index):
