@@ -220,7 +220,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Not so of what `torch.autograd.grad(..., is_grads_batched=True)` passes."""
-    return torch._C._has_storage(tensor)  # 2.11, 2.13
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
