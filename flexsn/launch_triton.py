@@ -90,7 +90,9 @@ _REGISTERS = 320  # bytes of a chunk's inputs and states for which a thread of a
 
 
 def _neurons_per_thread(plan: Plan) -> int:
-    """As many as a load of 16 bytes brings and registers hold; at least two."""
+    """As many as a load of 16 bytes brings and registers hold; at least two, but of 8 bytes one."""
+    if _itemsize(plan) == 8:
+        return 1
     inputs = {a.role: a.storage.itemsize for a in plan.reads if a.kind == "sequence" and a.role[0] == "x"}
     states = {a.role: a.compute.itemsize for a in plan.reads if a.kind == "row" and a.role[0] == "v"}
     held = (plan.chunk + 1) * sum((inputs | states).values())

@@ -460,7 +460,7 @@ def test_two_tiles_serve_every_size(name, aligned):
 def test_neurons_per_thread():
     """As many as a load brings, unless a long chunk of them takes too many registers."""
     blocks = {name: {tile_for(plans(name)[k], 10**8, 132, True).block for k in KERNELS} for name in BUILT if "lif" in name}
-    many = {"lif_in_4": 256, "lif_in_12": 256, "lif_half_in_4": 512, "lif_half_in_12": 256, "adaptive_lif_in_4": 256}
+    many = {"lif_in_4": 256, "lif_in_12": 256, "lif_half_in_4": 512, "lif_half_in_12": 256, "adaptive_lif_in_4": 256, "lif_double": 64}
     assert blocks == {name: {many.get(name, 128)} for name in blocks}
 
 
