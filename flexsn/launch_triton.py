@@ -257,7 +257,8 @@ class Kernel:
         return [tile_for(self.plan, N, _processors(index), aligned) for N, aligned in _CLASSES]
 
     def _expect_others(self, first: Future, longest: int, index: int) -> None:
-        """The kernels for other numbers of steps, once `first`, for which somebody waits, is built."""
+        """The kernels for other numbers of steps, once `first`, for which somebody waits, is built. What fails here is tried
+        again, and raised, by the call that needs it."""
         wait([first])
         plans = [dataclasses.replace(self.plan, chunk=chunk) for chunk in chunks(longest)]
         self._others = [load(plan, render(plan)) for plan in plans if plan != self.plan]

@@ -8,6 +8,7 @@ from cores import leaky
 from helpers import backends, check, evaluate
 
 import flexsn
+from flexsn.decompose import decomposition
 from flexsn.errors import UnsupportedOpError
 
 NATIVE = backends()[0]  # of the device that the tests run on
@@ -391,3 +392,11 @@ def test_saved_tensors_that_come_back_with_other_strides(pack, unpack, backend, 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         got = grads(backend=backend)
     torch.testing.assert_close(got, grads(backend="torch"))
+
+
+def test_the_gradient_of_log_sigmoid_needs_no_second_result():
+    """PyTorch's is empty on a GPU."""
+    x, grad = torch.randn(7), torch.randn(7)
+    aten = torch.ops.aten
+    want = aten.log_sigmoid_backward(grad, x, aten.log_sigmoid_forward(x)[1])
+    torch.testing.assert_close(decomposition(aten.log_sigmoid_backward.default)(grad, x, torch.empty(0)), want)
