@@ -46,17 +46,29 @@ class Inlined(NamedTuple):
 INLINED: dict[str, Inlined] = {}  # by the names of the operators
 
 
+class Body(NamedTuple):
+    """What Dynamo made of a core.
+
+    Attributes:
+        graph: takes operands, and then what the core captures.
+        places: of what it captures, in the list for all bodies of the core.
+    """
+
+    graph: fx.GraphModule
+    places: Sequence[int]
+
+
 def blueprint_of_body(
-    bodies: Sequence[fx.GraphModule], sig: Signature, operands: Sequence[Tensor | None], lifted: Sequence[Any], num_outputs: int | None,
+    bodies: Sequence[Body], sig: Signature, operands: Sequence[Tensor | None], lifted: Sequence[Any], num_outputs: int | None,
     differentiate: bool,
 ) -> Blueprint:  # fmt: skip
-    """Capture the body that Dynamo made of a core.
+    """Capture what Dynamo made of a core.
 
     Args:
         bodies: for operands of the given dtypes, and for those of the kernel (16-bit floats as float32): a body holds as a
             constant what the core asks of dtypes.
         operands: fake input sequences, states (None: a default state) and params; sizes may be symbolic.
-        lifted: what the body takes after them: fake tensors in place of captured tensors, and sizes.
+        lifted: what bodies take after them: fake tensors in place of captured tensors, and sizes.
     """
     ins, first = sig.num_inputs + sig.num_states, operands[0]
     assert first is not None
@@ -85,7 +97,7 @@ def blueprint_of_body(
 
         def core(*operands: Tensor) -> Any:
             body = bodies[0] if any(t.dtype in HALF for t in operands) else bodies[-1]
-            return Replay(body).run(*operands, *(extra(*operands) for extra in extras))
+            return Replay(body.graph).run(*operands, *(extras[place](*operands) for place in body.places))
 
         def draw_at(sizes: Sizes) -> Blueprint:
             numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
@@ -225,12 +237,12 @@ def _core_scan_variable(dynamo: Any) -> type:
             fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
             if any_dtensor(fakes):
                 raise Unsupported("a neuron on DTensors: the call runs uncompiled, between compiled parts")
-            body, lifted = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, sig, self.value)
-            bodies = [body]
-            if any(t is not None and t.dtype in HALF for t in fakes):
-                body, again = _speculate(dynamo, wrap_fx_proxy, tx, core, fakes, sig, self.value, computed=True)
-                assert [p.node for p in again] == [p.node for p in lifted]
-                bodies.append(body)
+            kinds = (False, True) if any(t is not None and t.dtype in HALF for t in fakes) else (False,)
+            found = [_speculate(dynamo, wrap_fx_proxy, tx, core, fakes, sig, self.value, computed=computed) for computed in kinds]
+            captured = {proxy.node: proxy for _, own in found for proxy in own}  # what is known of sizes differs from one to the next
+            places = {node: place for place, node in enumerate(captured)}
+            bodies = [Body(graph, [places[proxy.node] for proxy in own]) for graph, own in found]
+            lifted = list(captured.values())
             if not owner.is_python_constant():
                 lifted = _owned_by(dynamo, tx, owner, lifted)
             values = [proxy.node.meta["example_value"] for proxy in lifted]

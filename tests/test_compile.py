@@ -256,6 +256,13 @@ def test_dynamic_sizes_compile_once():
     assert_compiles(net, *calls, dynamic=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_dynamic_sizes_in_16_bits(dtype):
+    """The core is traced twice, for the dtypes that are given and for those that are computed in, and its captured tensors have sizes."""
+    calls = [(torch.randn(T, batch, 8).to(dtype),) for T, batch in [(5, 3), (17, 6), (6, 2)]]
+    assert_compiles(module_neuron(), *calls, dynamic=True)
+
+
 def test_automatic_dynamic_sizes_compile_twice():
     net = nn.Sequential(nn.Linear(4, 8), closure_neuron())
     assert_compiles(net, *[(torch.randn(T, 3, 4),) for T in (4, 7, 33, 100)], frames=2)
