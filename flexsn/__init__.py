@@ -6,8 +6,9 @@ from . import errors, neurons, plot, surrogate
 from ._version import __version__
 from .decomposed import decompose
 from .interchange import convert, from_nir, to_nir
-from .module import FlexSN, detach_states, reset_net
+from .module import FlexSN
 from .monitor import monitor
+from .networks import detach_states, reset_net
 from .neurons import (
     ALIF,
     IF,

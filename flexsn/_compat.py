@@ -206,6 +206,10 @@ def below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # 2.11, 2.13
 
 
+# Which backward runs on this thread: a number, or -1 for none; -1 where PyTorch does not say
+current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # 2.11, 2.13
+
+
 def exiting() -> bool:
     """Whether the interpreter ends, and waits only for what threads of a pool have still to do."""
     return concurrent.futures.thread._shutdown  # Python 3.11, 3.12

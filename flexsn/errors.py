@@ -184,7 +184,8 @@ class ProgramTextError(FlexSNError, RuntimeError):
 
 
 class CarriedStateError(FlexSNError, RuntimeError):
-    """A module that carries states is exported: they would become constants of the program."""
+    """Carried states are not what the call needs: in an export they would be constants of the program, and a call that an
+    activation checkpoint runs again may have started from others."""
 
 
 class StaleStateError(FlexSNError, RuntimeError):

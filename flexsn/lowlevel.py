@@ -52,7 +52,8 @@ from .loops import (
     lowerable_while_loop_scan,
     lowerable_while_loop_scan_final_state,
 )
-from .module import FlexSN, FlexSNKernel
+from .module import FlexSN
+from .stateless import FlexSNKernel
 from .step_graph import generate_forward_and_backward_graph, generate_inference_graph
 from .step_info import FlexSNInfo, extract_info
 from .step_kernels import (

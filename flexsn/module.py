@@ -1,4 +1,4 @@
-"""`FlexSN`: a core as a stateful `nn.Module`, and helpers for networks of them."""
+"""`FlexSN`: a core as a stateful `nn.Module`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import _compat
 from ._compat import unseen_by_dynamo
 from .arguments import InitialStates, Start, as_tuple, check_count, check_start, checked_start, gradient_flags, operand_counts, param_names
+from .checkpointed import LastCall
 from .dynamo import exporting, refuse_carried
 from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, StaleStateError
 from .ops import carry, check_backend
@@ -90,7 +91,7 @@ class FlexSN(nn.Module):
 
     runs_sequences = True  # no core of another
     # attributes that no core means, should one lead here
-    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "captured"})
+    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "_last_call", "captured"})
 
     def __init__(
         self,
@@ -136,6 +137,7 @@ class FlexSN(nn.Module):
         self.initial_states = checked_start(initial_states, self.num_states, name)
         self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
         self.state_seqs: list[Tensor] | None = None
+        self._last_call: LastCall | None = None
         self.captured: _Tensors | None = None
         self._reads: Any = None
         self._copied: Any = None  # what the core reads where a copy's modules stand in place of those that it captures
@@ -276,7 +278,8 @@ class FlexSN(nn.Module):
         if exported and isinstance(self.states, list):
             refuse_carried(core_name(self.core))
         self._check_inputs(inputs)
-        states = self.start_states(*inputs) if self.states is None else self.states
+        again = not torch.compiler.is_dynamo_compiling() and self._runs_again()
+        states = self.start_states(*inputs) if again or self.states is None else self.states
         if type(states) is not list or len(states) != self.num_states:
             self._check_states(states)
         if self.step_mode == "s":
@@ -299,8 +302,9 @@ class FlexSN(nn.Module):
                 self.states = None
             if self.state_seqs is not sequences:
                 self.state_seqs = sequences
-        else:
-            self._carry((tuple(finals) if exported else finals) if self.stateful else None, sequences)
+        elif not again:
+            last = LastCall.of(finals, self.states is None) if self.stateful and finals else None
+            self._carry((tuple(finals) if exported else finals) if self.stateful else None, sequences, last)
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -349,10 +353,14 @@ class FlexSN(nn.Module):
         """Forget the carried states; the next call starts where `start_states` says."""
         self._carry(None, None)
 
-    def _carry(self, states: Sequence[Tensor] | None, sequences: list[Tensor] | None) -> None:
+    def _carry(self, states: Sequence[Tensor] | None, sequences: list[Tensor] | None, last: LastCall | None = None) -> None:
         """Past `nn.Module.__setattr__`, which looks for parameters and takes microseconds."""
-        self.__dict__["states"] = states
-        self.__dict__["state_seqs"] = sequences
+        own = self.__dict__
+        own["states"], own["state_seqs"], own["_last_call"] = states, sequences, last
+
+    def _runs_again(self) -> bool:
+        """Whether a backward runs the only call since `reset()` again."""
+        return self._last_call is not None and self._last_call.runs_again(self.states, self.core)
 
     def _refuse_stale(self) -> None:
         """What a transform left has no values to detach, copy or cast."""
@@ -415,7 +423,7 @@ class FlexSN(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state["_reads"] = state["_copied"] = None
+        state["_reads"] = state["_copied"] = state["_last_call"] = None
         state["_origin"] = {}  # a function that is pickled by name reads other objects where it is loaded
         return state
 
@@ -423,62 +431,3 @@ class FlexSN(nn.Module):
         self._part_from_holders()
         numbers = f"{core_name(self.core)}, num_inputs={self.num_inputs}, num_states={self.num_states}"
         return f"{numbers}, step_mode={self.step_mode!r}, backend={self.backend!r}"
-
-
-class FlexSNKernel:
-    """A core as a stateless callable: `kernel(*input_seqs, *init_states) -> (*output_seqs, *state_seqs)`.
-
-    Sequences are `[T, *shape]`, initial states `[*shape]`; they may be left out, all or none, and are zeros then.
-
-    Args:
-        core, num_inputs, num_states, num_outputs, example_outputs, requires_grad, backend, strict: as those of `FlexSN`.
-
-    Raises:
-        OperandCountError: neither all states are given nor none; other errors are those of `flexsn.scan`.
-    """
-
-    def __init__(
-        self, core: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, example_inputs: Sequence[Any] | None = None,
-        example_outputs: Sequence[Tensor] | None = None, requires_grad: Sequence[bool] | bool | None = None, backend: str = "auto", *,
-        strict: bool = False,
-    ):  # fmt: skip
-        self.neuron = FlexSN(
-            core, num_inputs, num_states, num_outputs, example_inputs, example_outputs, requires_grad, "m", backend, True, strict=strict
-        )
-
-    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        neuron = self.neuron
-        inputs, states = operands[: neuron.num_inputs], operands[neuron.num_inputs :]
-        if len(inputs) != neuron.num_inputs or (states and len(states) != neuron.num_states):
-            raise OperandCountError(
-                f"was given {len(operands)} operands for {neuron.num_inputs} inputs and {neuron.num_states} states",
-                core=core_name(neuron.core),
-            )
-        outputs, _, sequences = neuron.run(inputs, states or (None,) * neuron.num_states, True)
-        return (*outputs, *(sequences or ()))
-
-
-def _neurons(model: nn.Module) -> list[FlexSN]:
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"takes a module, not a {type(model).__name__}", hint="Hold the modules in a `torch.nn.ModuleList`.")
-    seen, ahead, found = {model}, [model], []  # `model.modules()` also makes names, as long as several kernels take
-    for module in ahead:
-        if isinstance(module, FlexSN):
-            found.append(module)
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                ahead.append(child)
-    return found
-
-
-def reset_net(model: nn.Module) -> None:
-    """Forget the states of every `FlexSN` in `model`."""
-    for neuron in _neurons(model):
-        neuron.reset()
-
-
-def detach_states(model: nn.Module) -> None:
-    """Cut the graph at the carried states of every `FlexSN` in `model`: call it between pieces in truncated BPTT."""
-    for neuron in _neurons(model):
-        neuron.detach_states()

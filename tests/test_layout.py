@@ -16,8 +16,8 @@ PACKAGE = Path(flexsn.__file__).parent
 ORDER = [  # first words of names; `_compat` is `compat`
     "errors", "version", "naming", "opset", "triton", "compat", "settings", "surrogate", "interfaces", "places", "slots", "reads", "linear", "forks", "fallback", "inductor",
     "memory", "rows", "signature", "arguments", "graph", "decompose", "lower", "tape", "refuse", "record", "capture", "blueprint", "sizes", "text", "plan", "statements", "render",
-    "launch", "backends", "compile", "run", "eager", "tune", "ops", "decomposed", "sharding", "doors", "dynamo", "loops", "pieces", "scan", "hop", "module", "step",
-    "handles", "handle", "lowlevel", "plot", "monitor",
+    "launch", "backends", "compile", "run", "eager", "tune", "ops", "decomposed", "sharding", "doors", "dynamo", "loops", "pieces", "scan", "hop", "checkpointed", "module",
+    "networks", "stateless", "step", "handles", "handle", "lowlevel", "plot", "monitor",
 ]  # fmt: skip
 
 

@@ -10,13 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import flexsn
 from flexsn import FlexSN, doors
 from flexsn.blueprint import draw
 from flexsn.capture import Meta
-from flexsn.errors import DoubleBackwardError, FallbackWarning, ForwardModeError, StaleStateError
+from flexsn.errors import CarriedStateError, DoubleBackwardError, FallbackWarning, ForwardModeError, StaleStateError
 from flexsn.ops import text_of
 from flexsn.signature import make_signature
 
@@ -257,6 +257,61 @@ def test_activation_checkpoints(make, reentrant):
     checkpoint(forget_and_run, leaves[0], use_reentrant=reentrant).square().sum().backward()
     twin(leaves[1]).square().sum().backward()
     assert_same([leaves[0].grad, *(p.grad for p in net.parameters())], [leaves[1].grad, *(p.grad for p in twin.parameters())])
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), flexsn.LIF(tau=1.5), nn.Linear(8, 8), flexsn.LIF(learn_tau=True, v_threshold=0.2))
+
+
+@pytest.mark.parametrize("block", [
+    lambda net, x, reentrant: checkpoint(net, x, use_reentrant=reentrant),
+    lambda net, x, reentrant: checkpoint_sequential(net, 2, x, use_reentrant=reentrant),
+    lambda net, x, reentrant: checkpoint(lambda x: checkpoint(net, x, use_reentrant=reentrant), x, use_reentrant=reentrant),
+], ids=["whole", "in parts", "nested"])  # fmt: skip
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_starts_where_the_only_call_since_the_reset_did(block, reentrant):
+    net, twin = two_layers(), two_layers()
+    leaves = [torch.randn(5, 3, 8).mul_(3.0).requires_grad_()]
+    leaves.append(leaves[0].detach().clone().requires_grad_())
+    for _ in range(2):
+        flexsn.reset_net(net)
+        flexsn.reset_net(twin)
+        y, want = block(net, leaves[0], reentrant), twin(leaves[1])
+        y.square().sum().backward()
+        want.square().sum().backward()
+        assert twin[1].states[0].any()
+        assert_same([y, leaves[0].grad, *(p.grad for p in net.parameters())], [want, leaves[1].grad, *(p.grad for p in twin.parameters())])
+        assert_same([net[1].states[0], net[3].states[0]], [twin[1].states[0], twin[3].states[0]])  # which the backward did not advance
+        y, want = net(leaves[0]), twin(leaves[1])  # the next piece goes on from there
+        assert_same([y], [want])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("step_mode", ["m", "s"])
+def test_a_checkpoint_of_a_later_call_is_refused(reentrant, step_mode):
+    neuron, x = flexsn.LIF(step_mode=step_mode), torch.randn(4, 3, requires_grad=True)
+    first = neuron(x)
+    second = checkpoint(neuron, x, use_reentrant=reentrant)
+    with pytest.raises(CarriedStateError, match=r"core `lif`: is called by a backward.*more than once since `reset\(\)`"):
+        (first + second).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_pieces_that_are_given_their_states(reentrant):
+    neuron, twin = flexsn.LIF(), flexsn.LIF()
+    leaves = [torch.full((4, 3), 1.5, requires_grad=True) for _ in range(2)]
+
+    def piece(x, v):
+        neuron.states = [v]
+        return neuron(x[:2]) + neuron(x[2:]), neuron.states[0]
+
+    first, v = checkpoint(piece, leaves[0], torch.zeros(3), use_reentrant=reentrant)
+    second, _ = checkpoint(piece, leaves[0], v, use_reentrant=reentrant)
+    (first.sum() + 2 * second.sum()).backward()
+    halves = [twin(part) for part in (*leaves[1].split(2), *leaves[1].split(2))]
+    (halves[0].sum() + halves[1].sum() + 2 * halves[2].sum() + 2 * halves[3].sum()).backward()
+    assert_same([leaves[0].grad], [leaves[1].grad])
 
 
 def test_saved_tensors_hooks_see_what_is_saved():
