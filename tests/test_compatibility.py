@@ -187,7 +187,7 @@ print(*sorted(w.category.__name__ for w in said if w.category.__module__ == "fle
 
 @pytest.mark.parametrize(("module", "name", "said"), [
     ("torch._subclasses.fake_tensor", "DynamicOutputShapeException", "FallbackWarning InterfaceWarning\n"),
-    ("torch._prims_common", "elementwise_dtypes", "FallbackWarning InterfaceWarning\n"),
+    pytest.param("torch._prims_common", "elementwise_dtypes", "FallbackWarning InterfaceWarning\n", marks=pytest.mark.slow),
     pytest.param("torch.utils._python_dispatch", "_disable_current_modes", "FallbackWarning InterfaceWarning\n", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_flexsn_imports_and_runs_without(tmp_path, module, name, said):

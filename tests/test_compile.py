@@ -119,7 +119,7 @@ def test_every_way_to_hold_a_parameter(make):
     assert_compiles(net, (torch.randn(7, 3, 4),))
 
 
-@pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
+@pytest.mark.parametrize("make", [m if n == "module" else pytest.param(m, marks=pytest.mark.slow) for n, m in NEURONS.items()], ids=NEURONS)
 def test_an_optimizer_step_is_seen_and_nothing_recompiled(make):
     net, x = nn.Sequential(make()), torch.randn(7, 3, 8)
     compiled = assert_compiles(net, (x,))
@@ -315,7 +315,7 @@ def convolutions():
     return nn.Sequential(convolution(3), flexsn.LIF(), convolution(8), flexsn.LIF())
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("layout", [pytest.param(torch.contiguous_format, marks=pytest.mark.slow), torch.channels_last])
 def test_memory_lies_as_convolutions_choose(layout):
     """Inductor lets them have channels last; then so do the neurons between them, without copies."""
     from torch._inductor import config
@@ -349,6 +349,7 @@ class WithState(nn.Module):
         return self.net(x), self.net[1].states[0].flatten(1)
 
 
+@pytest.mark.slow
 def test_a_view_of_a_carried_state_is_a_result_too():
     from torch._inductor import config
 
@@ -380,7 +381,7 @@ def vgg():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_backward_of_pooling_gives_memory_in_the_order_of_its_dims(batch):
     """A batch of one has the stride of time: which of the two is the outer dim cannot be read from strides."""
     torch.manual_seed(0)
@@ -401,7 +402,7 @@ def test_inputs_are_made_again_in_the_backward():
     assert_close(grads, torch.autograd.grad(want(x).square().sum(), list(want.parameters())), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_spiking_vgg(dynamic):
     net = vgg()
     frames = 2 if dynamic else 1  # the momentum of BatchNorm, first an unknown, makes Dynamo start again
@@ -440,6 +441,7 @@ def test_a_changed_attribute_compiles_again():
         assert counter.frame_count == frames
 
 
+@pytest.mark.slow
 def test_a_changed_number_in_a_partial_compiles_again():
     x = 2 * torch.rand(5, 8)
     for threshold in (0.75, 0.5, 0.3):  # the second time, Dynamo would make a number an input of the graph
@@ -561,7 +563,11 @@ def unfused(x, v, w):
     return s, torch.sort(new, -1)[0]
 
 
-@pytest.mark.parametrize(("step", "backend"), [(plif, "auto"), (plif, "torch"), (unfused, "auto")], ids=["fused", "torch", "unfused"])
+@pytest.mark.parametrize(
+    ("step", "backend"),
+    [(plif, "auto"), pytest.param(plif, "torch", marks=pytest.mark.slow), pytest.param(unfused, "auto", marks=pytest.mark.slow)],
+    ids=["fused", "torch", "unfused"],
+)
 @pytest.mark.parametrize("kind", ["list", "dict", "attribute", "global"])
 @pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
 def test_places_of_captured_tensors(kind, step, backend):
@@ -603,7 +609,10 @@ def test_a_copy_compiled_after_its_original_whose_core_reads_a_global(step):
     torch.testing.assert_close(compiled(x), twin(x))
 
 
-@pytest.mark.parametrize(("backend", "grad"), [("auto", False), ("auto", True), ("torch", True)])
+@pytest.mark.parametrize(
+    ("backend", "grad"),
+    [pytest.param("auto", False, marks=pytest.mark.slow), ("auto", True), pytest.param("torch", True, marks=pytest.mark.slow)],
+)
 @pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
 def test_a_core_without_kernel_reads_the_tensors_of_its_neuron(backend, grad):
     """Under a checkpoint, of another dtype, beside an input that is the captured tensor: what the neuron owns, as in eager calls."""
@@ -725,7 +734,7 @@ def test_the_eager_loop_by_name():
     assert_compiles(FlexSN(leaky, 1, 1, params=[nn.Parameter(torch.rand(4))], backend="torch"), (torch.randn(5, 3, 4),))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_training_two_layers_that_no_kernel_expresses(backend, dynamic, monkeypatch):
     """As PyTorch's scan where that is right, by the eager loop between compiled parts where it is not."""

@@ -152,6 +152,7 @@ def test_every_page_is_in_the_navigation_of_the_site():
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")  # PyTorch's own, 2.13
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's own
+@pytest.mark.slow
 def test_compile_snippets_run():
     text = (ROOT / "docs" / "compile.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

@@ -29,6 +29,7 @@ pytestmark = [
 ]
 ROOT = Path(flexsn.__file__).parent.parent
 STRICT = pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+SLOWLY_STRICT = pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["non-strict", "strict"])
 DYNAMIC = ({0: Dim("T", min=1), 1: Dim("B", min=1)},)
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
@@ -100,7 +101,7 @@ for x, spikes, y in torch.load(sys.argv[2]):
 
 # --- export, save, load -----------------------------------------------------------------------------------------------------
 @DEVICES
-@STRICT
+@SLOWLY_STRICT
 def test_saved_program_runs_in_a_process_that_has_only_imported_flexsn(strict, device, tmp_path):
     net = Network().to(device)
     save_cases(tmp_path / "cases.pt", net)
@@ -386,7 +387,7 @@ def test_decomposing_what_pytorch_decomposed_before():
     assert operators(flexsn.decompose(decomposed)) == operators(decomposed)
 
 
-@LOOPS
+@pytest.mark.parametrize("loop", ["scan", pytest.param("unroll", marks=pytest.mark.slow)])
 def test_decomposed_program_runs_in_a_process_without_flexsn(loop, tmp_path):
     net = Network()
     sizes = SIZES if loop == "scan" else SIZES[:1]

@@ -555,7 +555,7 @@ FIRST_USES = {
 }
 
 
-@pytest.mark.parametrize("use", FIRST_USES)
+@pytest.mark.parametrize("use", [n if n == "a scan" else pytest.param(n, marks=pytest.mark.slow) for n in FIRST_USES])
 def test_a_forked_child_differentiates_after_a_capture(tmp_path, use):
     """Also in a build for CUDA on a machine without a GPU, where a fake mode makes autograd see eight."""
     code = f"""

@@ -37,7 +37,7 @@ def complaint(report):
     return "\n\n".join(f"{case.label}: {failure}\n{case.source()}" for case, failure in report.failures)
 
 
-@pytest.mark.parametrize("first", range(0, 300, 100))
+@pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (100, 200))])
 def test_random_cores_give_the_bits_of_eager(first):
     report = judged(first, first + 100)
     assert not report.failures, complaint(report)

@@ -185,7 +185,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if n in ("bound method", "partial") else k for n, k in KINDS.items()], ids=KINDS
+)
 def test_kinds_of_cores_compile_whole(kind):
     owner, x = Core(), torch.randn(7, 3, 4)
     core, counter, found = kind(owner), CompileCounterWithBackend("aot_eager"), []

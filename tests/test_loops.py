@@ -195,8 +195,14 @@ def test_eager_scan_compiled():
 
 @EVERY
 @STATES
-@COMPILED
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool])
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [
+        pytest.param(d, c, id=f"{str(d)[6:]}-{'compiled' if c else 'eager'}", marks=pytest.mark.slow if c and d is not torch.bool else ())
+        for d in (torch.float64, torch.bfloat16, torch.int32, torch.bool)
+        for c in (False, True)
+    ],
+)
 def test_dtypes(name, states, compiled, dtype):
     """Inputs, states and results of any dtype; each keeps its own."""
 
@@ -211,7 +217,7 @@ def test_dtypes(name, states, compiled, dtype):
 
 
 @EVERY
-@COMPILED
+@SLOWLY_COMPILED
 def test_strided(name, compiled):
     if compiled and name == "eager":
         return
@@ -230,7 +236,7 @@ def test_channels_last_results_are_contiguous(name, states):
 
 
 @EVERY
-@COMPILED
+@SLOWLY_COMPILED
 def test_kinds_of_core(name, compiled):
     """Functions, closures, bound methods, partials, modules, and a module's partial."""
     if compiled and name == "eager":
@@ -559,7 +565,9 @@ def test_core_that_cannot_take_the_arguments(name, core):
         runner(name, "sequence", core, (1, 1, 1))(X, V, V)
 
 
-@EVERY
+@pytest.mark.parametrize(
+    "name", [pytest.param("eager", marks=pytest.mark.slow), "scan", pytest.param("while_loop", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("mistake", [m for m in MISTAKES if m not in ("negative", "no tensor returned")])
 def test_mistakes_compiled(name, mistake):
     """With `fullgraph=True` PyTorch raises its own error, which quotes ours; without, ours comes out."""

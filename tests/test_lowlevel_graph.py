@@ -189,6 +189,7 @@ def test_neither_random_numbers_nor_warning_filters_are_touched(generate):
     assert warnings.filters == filters
 
 
+@pytest.mark.slow
 def test_first_capture_in_a_process_leaves_the_warning_filters():
     code = (
         "import torch, warnings, flexsn\nfrom flexsn.lowlevel import generate_forward_and_backward_graph as g\n"

@@ -33,7 +33,6 @@ from flexsn.lowlevel import (
 )
 
 SLOW = pytest.mark.slow  # a compiler run each
-DTYPES = [torch.float32, pytest.param(torch.float64, marks=SLOW), torch.float16, pytest.param(torch.bfloat16, marks=SLOW)]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -62,6 +61,15 @@ def stateless(x):
 
 
 CORES = {"lif": (lif, 1, 1, 1), "plif": (plif, 1, 1, 1), "adaptive": (adaptive, 2, 2, 3), "stateless": (stateless, 1, 0, 1)}
+QUICK = [*((name, torch.float32) for name in CORES), ("plif", torch.float16), ("stateless", torch.float16)]
+ROWS = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{str(dtype)[6:]}", marks=() if (name, dtype) in QUICK else SLOW)
+        for name in CORES
+        for dtype in TOLERANCE
+    ],
+)
 
 
 def loop(core, inputs, states, num_outputs):
@@ -119,8 +127,7 @@ def assert_fresh(results, arguments):
 
 # --- inference ------------------------------------------------------------------------------------------------------------------------
 @MAKERS
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CORES)
+@ROWS
 def test_inference(make, name, dtype, poison):
     core, _, _, num_outputs = CORES[name]
     xs, vs = operands(name, dtype=dtype)
@@ -328,8 +335,7 @@ def _in_place_loop(core, x, v):
 
 # --- training ---------------------------------------------------------------------------------------------------------------------------
 @MAKERS
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CORES)
+@ROWS
 def test_training(make, name, dtype, poison):
     core, num_inputs, _, num_outputs = CORES[name]
     xs, vs = operands(name, dtype=dtype)

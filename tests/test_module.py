@@ -460,7 +460,9 @@ def test_a_network_trains():
 
 
 # --- copies, hooks, threads, processes ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [module_neuron, lambda: nn.Sequential(nn.Linear(4, 4), param_neuron())])
+@pytest.mark.parametrize(
+    "make", [module_neuron, pytest.param(lambda: nn.Sequential(nn.Linear(4, 4), param_neuron()), marks=pytest.mark.slow)]
+)
 def test_a_whole_module_in_another_process(make, tmp_path):
     net, x = make(), torch.randn(5, 4)
     want = net(x)

@@ -41,17 +41,22 @@ def operands(core, T, shape, dtype):
 
 
 # --- core x dtype x T x N -------------------------------------------------------------------------------------------------
+def in_every_dtype(first, *others):
+    """One core in every dtype, the others in float32; slow: these in the other dtypes too."""
+    marks = lambda core, dtype: () if core is first or dtype is torch.float32 else pytest.mark.slow
+    rows = [pytest.param(c, d, id=f"{c.__name__}-{str(d)[6:]}", marks=marks(c, d)) for c in (first, *others) for d in FLOATS]
+    return pytest.mark.parametrize(("core", "dtype"), rows)
+
+
 @pytest.mark.parametrize("T", TIMES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("core", [lif, adlif], ids=lambda c: c.__name__)
+@in_every_dtype(lif, adlif)
 def test_matrix(core, dtype, T):
     for shape in [(0,), (1,), (63,), (64,), (65,)]:
         xs, vs, ps = operands(core, T, shape, dtype)
         check(core, xs, vs, ps, sequences=True)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("core", [lif, adlif, leaky, lif_soft, lif_detached_reset, relu_mem, plif], ids=lambda c: c.__name__)
+@in_every_dtype(leaky, lif, adlif, lif_soft, lif_detached_reset, relu_mem, plif)
 def test_final_states(core, dtype):
     for T, shape in [(K + 1, (65,)), (2 * K, (1000,)), (3, ()), (5, (2, 3, 4, 5)), (4, (3, 0, 2)), (0, (3, 4)), (1, (7, 1))]:
         check(core, *operands(core, T, shape, dtype), exact=core is not plif)
@@ -274,6 +279,7 @@ def test_missing_cotangents(picked):
 
 
 # --- a zoo of neurons ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_hodgkin_huxley():
     def vtrap(x, y):
         return torch.where((x / y).abs() < 1e-6, y * (1.0 - x / y / 2.0), x / (torch.exp(x / y) - 1.0))
@@ -478,6 +484,7 @@ def test_surrogates_in_a_neuron(spike):
 
 
 # --- params that only the core, or only its VJP, reads -------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_param_that_only_the_recomputation_reads():
     """The VJP of `v * v + x + p` reads v and not p, but the states that it reads are recomputed with p."""
 

@@ -22,7 +22,7 @@ def leaves(*shapes):
 
 
 # --- gradcheck ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("sequences", [False, True], ids=["finals", "sequences"])
+@pytest.mark.parametrize("sequences", [pytest.param(False, marks=pytest.mark.slow), True], ids=["finals", "sequences"])
 @pytest.mark.parametrize("T", [1, 4, 18])
 def test_gradcheck(T, sequences):
     scale = torch.tensor(0.8, dtype=f64, requires_grad=True)

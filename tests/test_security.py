@@ -154,7 +154,7 @@ def assert_same_up_to_names(tokens, harmless):
     assert {c for c in calls(tokens) - calls(harmless) if not c.endswith(("_forward", "_backward"))} == set()
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", [n if n == "lif" else pytest.param(n, marks=pytest.mark.slow) for n in TEXTS])
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(words=st.lists(hostile, min_size=1, max_size=12))
 def test_no_text_of_a_stranger_reaches_generated_code(name, words):

@@ -143,6 +143,7 @@ def child(code, **environment):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_rendering_needs_no_triton():
     code = """
 import json, sys
@@ -247,8 +248,8 @@ def is_light(found):
 @pytest.mark.parametrize(
     "target, names",
     [
-        ("sm_90", ["lif", "adaptive_lif"]),
-        pytest.param("sm_90", [n for n in BUILT if n not in ("lif", "adaptive_lif")], marks=pytest.mark.slow),
+        ("sm_90", ["lif"]),
+        pytest.param("sm_90", [n for n in BUILT if n != "lif"], marks=pytest.mark.slow),
         pytest.param("sm_80", list(BUILT), marks=pytest.mark.slow),
     ],
     ids=["sm_90-quick", "sm_90-rest", "sm_80-all"],
@@ -304,6 +305,7 @@ def test_what_nobody_waits_for_is_built_later(builder):
     assert list(found.values()).count(["flexsn-later"]) == 5 and more in kernel._others
 
 
+@pytest.mark.slow
 def test_a_stage_that_the_program_exchanged_stays(tmp_path):
     code = """
 import json
@@ -322,6 +324,7 @@ print(json.dumps(len(ran)))
     assert child(["-c", code], TRITON_CACHE_DIR=str(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_builds_after_a_scope_of_knobs_take_the_shorter_way(tmp_path):
     code = """
 import json
@@ -409,6 +412,7 @@ def test_without_triton():
     assert auto == eager == 24.0
 
 
+@pytest.mark.slow
 def test_the_interpreter_is_asked_for_as_triton_reads_it():
     triton, *others = child(["-c", CALL.format(first="")], TRITON_INTERPRET="True")
     assert triton == 24.0 and others == [24.0] * 3
@@ -570,7 +574,7 @@ def watched(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("T", [1, 6, 15, 16, 21, 32, 33])
+@pytest.mark.parametrize("T", [1, 16, 33, *(pytest.param(T, marks=pytest.mark.slow) for T in (6, 15, 21, 32))])
 def test_nothing_outside_of_the_arrays_is_touched(watched, poison, T, ahead):
     watched(ahead)
     for state in (None, torch.randn(3, 5)):
@@ -704,6 +708,7 @@ def test_names_of_variables(name):
         fused(core, [torch.randn(3, 5)], [torch.rand(5)], [torch.rand(5)], exact=False)
 
 
+@pytest.mark.slow
 def test_all_names_at_once(tmp_path):
     """In a file, so that local variables keep their names too."""
     names = [n for n in NAMES if n not in ("None_", "torch", "range", "float", "x0")]
