@@ -210,6 +210,11 @@ def below_autograd() -> bool:
 current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # 2.11, 2.13
 
 
+def after_backward(call: Callable[[], None]) -> None:
+    """Called when the backward that runs on this thread ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # 2.11, 2.13
+
+
 def exiting() -> bool:
     """Whether the interpreter ends, and waits only for what threads of a pool have still to do."""
     return concurrent.futures.thread._shutdown  # Python 3.11, 3.12

@@ -19,10 +19,17 @@ from torch import Tensor
 
 from . import _compat, forks, run, sharding
 from .capture import Meta
-from .errors import BatchedGradientError, DoubleBackwardError, ForwardModeError, FreedGraphError, ShapeMismatchError
+from .errors import (
+    BatchedGradientError,
+    DoubleBackwardError,
+    ForwardModeError,
+    FreedGraphError,
+    MissingGradientError,
+    ShapeMismatchError,
+)
 from .inductor import remade
 from .ops import LIBRARY, TAGS, TracedCall, like_row, program_from, text_of
-from .rows import is_dense, memory_order, unbroadcast
+from .rows import is_dense, memory_order, same_shape, unbroadcast
 from .rows import rows as as_rows
 
 Tensors = Sequence[Tensor | None]
@@ -74,7 +81,7 @@ def _as_rows(call: run.Call, tensors: Tensors) -> list[Tensor | None]:
         return list(tensors)
     first = tensors[0]
     assert first is not None, "inputs are there"
-    order = memory_order(first) if first.shape[1:] == step else None
+    order = memory_order(first) if same_shape(first.shape[1:], step) else None
     found = [None if t is None else as_rows(t, step, 1 if k < i else 0, order) for k, t in enumerate(tensors[:n])]
     return [*found, *tensors[n:]]
 
@@ -267,6 +274,35 @@ class _TracedBackward(torch.autograd.Function):
         _refuse_double_backward(ctx.call)
 
 
+# --- a program without its gradient -------------------------------------------------------------------------------------------
+class _WithoutGradient(torch.autograd.Function):
+    """What was exported where nothing required grad runs where something does, and is told from what has no gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: run.Call, *tensors):
+        return tuple(_without_gradients(call, tensors)[0])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.core = inputs[0].program.sig.core
+        ctx.mark_non_differentiable(*[t for t in output if not t.is_floating_point()])
+
+    @staticmethod
+    @_compat.unseen_by_dynamo
+    def backward(ctx, *grads):
+        raise MissingGradientError(
+            "is differentiated in a program that holds no gradient of it: it was exported under `no_grad`, or where nothing that it "
+            "depends on required grad", core=ctx.core,
+            hint="Export it with gradients enabled, and an example input that requires grad if no parameter does.",
+        )  # fmt: skip
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=ctx.core)
+
+
 # --- flexsn::scan ---------------------------------------------------------------------------------------------------------------
 LIBRARY.define("scan(str program, Tensor[] inputs, Tensor?[] states, Tensor[] statics, bool sequences) -> Tensor[]", tags=TAGS)
 
@@ -305,6 +341,8 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
         call.around = sharding.Replicating
     if not call.differentiable:
         return _without_gradients(call, tensors)[0]
+    if call.program.blueprint.vjp is None:
+        return list(_WithoutGradient.apply(call, *tensors))
     results = _differentiably(call, tensors)
     n = call.program.sig.num_states
     return results[: call.program.num_outputs + (2 * n if sequences else n)]
@@ -313,10 +351,10 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
 def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     call = call_of(program, inputs, states, statics, sequences)
     shapes, blueprint, T = call.shapes, call.program.blueprint, call.T
-    order = memory_order(inputs[0]) if inputs[0].shape[1:] == shapes.step else None
+    order = memory_order(inputs[0]) if same_shape(inputs[0].shape[1:], shapes.step) else None
 
     def empty(leading: tuple, step: tuple, meta: Meta) -> Tensor:
-        whole = step == shapes.step
+        whole = same_shape(step, shapes.step)
         return like_row(inputs[0], (*leading, *step), meta.dtype, len(leading), order if whole else None)
 
     outputs = [empty((T,), s, m) for s, m in zip(shapes.outputs, blueprint.outputs, strict=True)]

@@ -97,6 +97,10 @@ class BatchedGradientError(FlexSNError, RuntimeError):
     """Batched cotangents (`is_grads_batched=True`, `vectorize=True`) for a call that was not made under `torch.func`."""
 
 
+class MissingGradientError(FlexSNError, RuntimeError):
+    """A program that was exported without its gradient is differentiated."""
+
+
 class FreedGraphError(FlexSNError, RuntimeError):
     """A backward through a fused call whose graph an earlier backward freed: mostly, states were carried over from it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from . import _compat
 from ._compat import unseen_by_dynamo
 from .arguments import InitialStates, Start, as_tuple, check_count, check_start, checked_start, gradient_flags, operand_counts, param_names
-from .checkpointed import LastCall
+from .checkpointed import Within, enter, starts_anew
 from .dynamo import exporting, refuse_carried
 from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, StaleStateError
 from .ops import carry, check_backend
@@ -91,7 +92,7 @@ class FlexSN(nn.Module):
 
     runs_sequences = True  # no core of another
     # attributes that no core means, should one lead here
-    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "_last_call", "captured"})
+    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "captured"})
 
     def __init__(
         self,
@@ -137,7 +138,9 @@ class FlexSN(nn.Module):
         self.initial_states = checked_start(initial_states, self.num_states, name)
         self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
         self.state_seqs: list[Tensor] | None = None
-        self._last_call: LastCall | None = None
+        self._first: bool | None = None  # whether the last call started anew
+        self._left: weakref.ref[Tensor] | None = None  # the first of the states that it left
+        self._within: Within | None = None
         self.captured: _Tensors | None = None
         self._reads: Any = None
         self._copied: Any = None  # what the core reads where a copy's modules stand in place of those that it captures
@@ -148,10 +151,16 @@ class FlexSN(nn.Module):
         self._look()
 
     # --- captured tensors -------------------------------------------------------------------------------------------
+    @property
+    def _core(self) -> Callable[..., Any]:
+        """Past `nn.Module.__getattr__`: where an export finds a module under two names, that makes a stand-in at every access."""
+        own, modules = self.__dict__, self.__dict__["_modules"]
+        return modules["core"] if "core" in modules else own["core"]
+
     def _look(self) -> None:
         """Look at the core, and register what it captures."""
         with lock:
-            seen = look(self.core)
+            seen = look(self._core)
             if seen is not self._reads:
                 self._reads = seen
                 self._register(seen)
@@ -191,13 +200,13 @@ class FlexSN(nn.Module):
     @unseen_by_dynamo
     def look(self) -> tuple[Reads, dict[str, Any]]:
         """What the core reads now, and the objects that this module uses in place of captured ones, by path."""
-        if self._reads is None or not self._reads.of_now(self.core):
+        if self._reads is None or not self._reads.of_now(self._core):
             self._look()
         replaced = self._replaced()
         if any(isinstance(own, nn.Module) and own is not self._reads.objects[path].get() for path, own in replaced.items()):
             with bound(self._reads, replaced):  # a copy's modules have flags and numbers of their own
                 if self._copied is None or not self._copied.current():
-                    self._copied = walk(self.core)
+                    self._copied = walk(self._core)
             return self._copied, replaced
         return self._reads, replaced
 
@@ -278,8 +287,8 @@ class FlexSN(nn.Module):
         if exported and isinstance(self.states, list):
             refuse_carried(core_name(self.core))
         self._check_inputs(inputs)
-        again = not torch.compiler.is_dynamo_compiling() and self._runs_again()
-        states = self.start_states(*inputs) if again or self.states is None else self.states
+        anew = self.states is None if torch.compiler.is_dynamo_compiling() or not self.stateful else starts_anew(self)
+        states = self.start_states(*inputs) if anew or self.states is None else self.states
         if type(states) is not list or len(states) != self.num_states:
             self._check_states(states)
         if self.step_mode == "s":
@@ -302,9 +311,8 @@ class FlexSN(nn.Module):
                 self.states = None
             if self.state_seqs is not sequences:
                 self.state_seqs = sequences
-        elif not again:
-            last = LastCall.of(finals, self.states is None) if self.stateful and finals else None
-            self._carry((tuple(finals) if exported else finals) if self.stateful else None, sequences, last)
+        else:
+            self._carry((tuple(finals) if exported else finals) if self.stateful else None, sequences, anew)
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -344,23 +352,36 @@ class FlexSN(nn.Module):
             )  # fmt: skip
         else:
             finals, trail, outputs = run_core(
-                self.core, *self.look(), inputs, tuple(states), params, backend=self.backend, strict=self.strict, sequences=sequences,
+                self._core, *self.look(), inputs, tuple(states), params, backend=self.backend, strict=self.strict, sequences=sequences,
                 num_outputs=self.num_outputs, tune=self.tune,
             )  # fmt: skip
         return outputs, finals, trail if sequences else None
 
     def reset(self) -> None:
         """Forget the carried states; the next call starts where `start_states` says."""
+        backward = _compat.current_backward()
+        if backward >= 0 and self.stateful:
+            enter(self, backward).anew = False
+        else:
+            self.__dict__["_within"] = None
         self._carry(None, None)
 
-    def _carry(self, states: Sequence[Tensor] | None, sequences: list[Tensor] | None, last: LastCall | None = None) -> None:
-        """Past `nn.Module.__setattr__`, which looks for parameters and takes microseconds."""
-        own = self.__dict__
-        own["states"], own["state_seqs"], own["_last_call"] = states, sequences, last
+    def _carry(self, states: Sequence[Tensor] | None, sequences: list[Tensor] | None, first: bool | None = None) -> None:
+        """Past `nn.Module.__setattr__`, which looks for parameters and takes microseconds.
 
-    def _runs_again(self) -> bool:
-        """Whether a backward runs the only call since `reset()` again."""
-        return self._last_call is not None and self._last_call.runs_again(self.states, self.core)
+        Args:
+            first: whether what left them started anew; None after `reset()`.
+        """
+        own = self.__dict__
+        own["states"], own["state_seqs"] = states, sequences
+        if self._within is None:
+            own["_first"], own["_left"] = first, weakref.ref(states[0]) if states else None
+        else:
+            self._within.left = states
+
+    def states_are_left(self) -> bool:
+        """Whether the carried states are those that the last call left: nobody set them since."""
+        return bool(self.states) and self._left is not None and self.states[0] is self._left()  # type: ignore[index]  # there are some
 
     def _refuse_stale(self) -> None:
         """What a transform left has no values to detach, copy or cast."""
@@ -376,7 +397,9 @@ class FlexSN(nn.Module):
         """Cut the graph at the carried states (truncated BPTT)."""
         self._refuse_stale()
         if self.states is not None:
+            left = self.states_are_left()
             self.states = type(self.states)([v.detach() for v in self.states])  # type: ignore[call-arg]  # of a list or a tuple
+            self._left = weakref.ref(self.states[0]) if left else None
 
     detach = detach_states  # the name that SpikingJelly's `functional.detach_net` calls
 
@@ -423,7 +446,7 @@ class FlexSN(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state["_reads"] = state["_copied"] = state["_last_call"] = None
+        state["_reads"] = state["_copied"] = state["_within"] = state["_left"] = None
         state["_origin"] = {}  # a function that is pickled by name reads other objects where it is loaded
         return state
 

@@ -22,7 +22,7 @@ from .compile import Program
 from .errors import BackendError, BackendUnavailableError, OperandTypeError
 from .plan import Plan
 from .reads import lock
-from .rows import Order, dense, memory_order, strides_of
+from .rows import Order, dense, memory_order, same_shape, strides_of
 from .run import Call, Launch, allocated, arrays_of
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
@@ -123,7 +123,7 @@ def _roles(
 
 
 def _order(inputs: Sequence[Tensor], step: Sequence[int]) -> Order | None:
-    return memory_order(inputs[0]) if inputs[0].shape[1:] == tuple(step) else None
+    return memory_order(inputs[0]) if same_shape(inputs[0].shape[1:], tuple(step)) else None
 
 
 def like_row(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, leading: int, order: Order | None) -> Tensor:

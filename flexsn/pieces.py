@@ -208,8 +208,8 @@ class _Pieces:
                 hint="Run the backward first, and inside of what replaces it (`functional_call`): it runs the core again.",
             )  # fmt: skip
 
-    def refuse_gradients(self, results: Sequence[Tensor]) -> None:
-        if self.one_shot and any(t.requires_grad for t in results):
+    def refuse_gradients(self, results: Sequence[Any]) -> None:
+        if self.one_shot and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in results):
             raise PiecesError(
                 "is trained on an iterator of pieces, but the backward has to read them again", core=self.core,
                 hint="Give a list, or anything with `len(pieces)` and `pieces[k]`; iterators serve under `torch.no_grad()`.",

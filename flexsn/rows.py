@@ -16,6 +16,11 @@ from .memory import dense_strides
 Order = tuple[int, ...]  # dims of the step, from the outermost in memory to the innermost
 
 
+def same_shape(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """`a == b`, their lengths first: what a trace compares of symbolic sizes, also of dims that do not correspond, binds it."""
+    return len(a) == len(b) and a == b
+
+
 def memory_order(tensor: Tensor, leading: int = 1) -> Order | None:
     """In what order the dims of a step lie in memory after `leading` ones; None if in their own, or if not densely."""
     if tensor.is_contiguous():
@@ -44,7 +49,7 @@ def strides_of(shape: tuple[int, ...], leading: int, order: Order | None) -> tup
 def rows(tensor: Tensor, step: tuple[int, ...], leading: int, order: Order | None = None) -> Tensor:
     """An operand broadcast to the step shape after `leading` dims, in dense memory: rows of N neurons."""
     tensor = plain(tensor)
-    if tensor.shape[leading:] != step:
+    if not same_shape(tensor.shape[leading:], step):
         missing = leading + len(step) - tensor.dim()
         tensor = tensor.reshape(*tensor.shape[:leading], *([1] * missing), *tensor.shape[leading:])
         tensor = tensor.expand(*tensor.shape[:leading], *step)
@@ -66,7 +71,7 @@ def plain(tensor: Tensor) -> Tensor:
 def unbroadcast(grad: Tensor, shape: tuple[int, ...], leading: int) -> Tensor:
     """The gradient of an operand from the gradient of its rows."""
     step = shape[leading:]
-    return grad if grad.shape == shape else _sum_steps(grad, step, leading).reshape(shape)
+    return grad if same_shape(grad.shape, shape) else _sum_steps(grad, step, leading).reshape(shape)
 
 
 def _sum_steps(grad: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
@@ -94,7 +99,7 @@ def by_index(param: Tensor, step: tuple[int, ...], order: Order | None = None) -
 
 def narrow(full: Tensor, shape: tuple[int, ...], leading: int) -> Tensor:
     """What the core returns at a smaller shape is constant along the dims it lacks."""
-    if full.shape == shape:
+    if same_shape(full.shape, shape):
         return full
     missing = full.dim() - len(shape)
     for _ in range(missing):
@@ -108,7 +113,7 @@ def narrow(full: Tensor, shape: tuple[int, ...], leading: int) -> Tensor:
 def widen(grad: Tensor, step: tuple[int, ...], leading: int, order: Order | None) -> Tensor:
     """The adjoint of `narrow`, in dense memory."""
     grad = plain(grad)  # that of `sgn` has no memory
-    if grad.shape[leading:] == step:
+    if same_shape(grad.shape[leading:], step):
         return dense(grad, leading, order)
     target = (*grad.shape[:leading], *step)
     full = grad.new_zeros(target)

@@ -18,7 +18,7 @@ from .compile import Program
 from .graph import HALF
 from .memory import allocator
 from .plan import Array, Plan
-from .rows import Order, by_index, memory_order, narrow, strides_of, unbroadcast, widen
+from .rows import Order, by_index, memory_order, narrow, same_shape, strides_of, unbroadcast, widen
 
 Rows = Sequence[Any]  # tensors; None for a state that starts at zero
 
@@ -64,8 +64,8 @@ class Call:
         states = [(s, 0) for s in shapes.states]
         self._shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
         sizes = zip(self.kinds[: self.num_operands], self.roles, strict=True)
-        self.whole = all(kind is None or kind[0] == ((T, *shapes.step) if role[0] == "x" else shapes.step) for kind, role in sizes)
-        self._returned_whole = all(shape[leading:] == shapes.step for shape, leading in self._shapes)
+        self.whole = all(kind is None or same_shape(kind[0], (T, *shapes.step) if role[0] == "x" else shapes.step) for kind, role in sizes)
+        self._returned_whole = all(same_shape(shape[leading:], shapes.step) for shape, leading in self._shapes)
         self._launches: dict[Any, Any] = {}
         self._pullbacks: dict[Any, Pullback] = {}
         self._wanted: dict[Sequence[bool], tuple[tuple[str, ...], tuple[bool, ...]]] = {}

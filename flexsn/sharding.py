@@ -166,11 +166,12 @@ class _InOwnLayout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor):
         ctx.placements = tensor.placements
+        ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad.redistribute(placements=ctx.placements)
+        return None if grad is None else grad.redistribute(placements=ctx.placements)
 
 
 # --- the rules of the operators -----------------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ def parametrized_neuron():
 
 
 DECAY = nn.Parameter(torch.linspace(-1, 1, 8))
+FOUR = torch.ones(4)
 NEURONS = {"module": module_neuron, "params": params_neuron, "closure": closure_neuron, "parametrized": parametrized_neuron}
 
 
@@ -254,6 +255,22 @@ def test_dynamic_sizes_compile_once():
     net = nn.Sequential(nn.Linear(4, 8), module_neuron(), nn.Linear(8, 2))
     calls = [(torch.randn(T, batch, 4),) for T, batch in [(5, 3), (7, 3), (33, 6), (100, 2), (2, 16)]]
     assert_compiles(net, *calls, dynamic=True)
+
+
+@pytest.mark.parametrize("core", [
+    lambda x, v: (v + x, v * 0.5 + x),
+    lambda x, v: (FOUR * 2.0, v + x),
+], ids=["a smaller state", "a smaller output"])  # fmt: skip
+def test_a_batch_as_large_as_a_smaller_operand_compiles_no_more(core):
+    """Sizes of dims that do not correspond are not compared, which would bind them."""
+    counter = CompileCounterWithBackend("aot_eager")
+    counter.__name__ = "aot_eager"
+    call = lambda x, v: flexsn.scan(core, [x], [v]).outputs[0]
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for batch in (2, 3, 4, 5):
+        x, v = torch.randn(6, batch, 4), torch.ones(4)
+        assert_close([compiled(x, v)], [call(x, v)])
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

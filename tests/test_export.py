@@ -17,7 +17,7 @@ from torch.export import Dim, export
 import flexsn
 from flexsn import surrogate
 from flexsn.decomposed import run_step
-from flexsn.errors import CarriedStateError, DecomposeError, StaleStateError
+from flexsn.errors import CarriedStateError, DecomposeError, MissingGradientError, StaleStateError
 from flexsn.graph import Builder, interpret
 from flexsn.opset import OPS
 
@@ -120,6 +120,60 @@ def test_exported_program_can_be_trained():
     assert want.keys() == found.keys() and want["hidden.core.w"].abs().sum() > 0
     for name in want:
         torch.testing.assert_close(found[name], want[name], msg=name)
+
+
+@STRICT
+def test_a_program_without_gradients_says_so_when_it_is_differentiated(strict):
+    """It was exported under `no_grad`, or of a network with nothing to train."""
+    x = sequence()
+    with torch.no_grad():
+        deployed, want = export(Network(), (x,), strict=strict).module(), None
+        want = deployed(x)
+    found = deployed(x)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    with pytest.raises(MissingGradientError, match=r"core `Learnt`: .*exported under `no_grad`"):
+        found[1].sum().backward()
+    alone, leaf = export(nn.Sequential(neuron()), (x,), strict=strict).module(), x.clone().requires_grad_()
+    with pytest.raises(MissingGradientError):
+        (alone(leaf) + leaf).sum().backward()
+
+
+class Shared(nn.Module):
+    """A core under two names, and in two neurons."""
+
+    def __init__(self):
+        super().__init__()
+        self.core = Learnt(8)
+        self.first, self.second = flexsn.FlexSN(self.core, num_states=1), flexsn.FlexSN(self.core, num_states=1)
+
+    def forward(self, x):
+        return self.second(self.first(x) * 3.0)
+
+
+@STRICT
+def test_a_core_under_two_names(strict):
+    net, x = Shared(), sequence()
+    program = export(net, (x,), dynamic_shapes=({0: Dim("T"), 1: Dim("B", min=2)},), strict=strict).module()
+    for T, B in ((7, 8), (3, 2)):
+        x = sequence(T, B)
+        flexsn.reset_net(net)
+        want, found = net(x), program(x)
+        assert want.any() and torch.equal(found, want)
+    gradient = lambda y, module: torch.autograd.grad(y.sum(), list(dict(module.named_parameters()).values()))
+    torch.testing.assert_close(gradient(found, program), gradient(want, net))
+
+
+@STRICT
+def test_a_batch_stays_dynamic_beside_smaller_states(strict):
+    class Net(nn.Module):
+        def forward(self, x, v):
+            return flexsn.scan(lambda x, v: (v + x, v * 0.5 + x), (x,), (v,)).outputs[0]
+
+    net, v = Net(), torch.ones(4)
+    program = export(net, (torch.randn(3, 5, 4), v), dynamic_shapes=({0: Dim("T"), 1: Dim("B")}, None), strict=strict).module()
+    for B in (4, 2, 9):
+        x = torch.randn(6, B, 4)
+        assert torch.equal(program(x, v), net(x, v))
 
 
 # --- states -----------------------------------------------------------------------------------------------------------------

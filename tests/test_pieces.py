@@ -144,7 +144,10 @@ def test_iterators():
         flexsn.scan(lif, (iter(x.split(5)),), (None,))
     with torch.no_grad():
         got = flexsn.scan(lif, ((piece for piece in x.split(5)),), (None,))
+        counted = flexsn.scan(lif, (iter(x.split(5)),), (None,), reduce=lambda k, s: (s.sum(), s.numel()))
+        flexsn.scan(lif, (iter([x[:0], x]),), (torch.zeros(N, requires_grad=True),), store_state_seqs=True)  # its end is that state
     assert torch.equal(torch.cat(got.outputs[0]), want.outputs[0])
+    assert counted.outputs == (want.outputs[0].sum(), x.numel())
 
 
 def test_refused():

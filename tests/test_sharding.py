@@ -216,10 +216,10 @@ def check_falls_back(rank, world):
     close(flexsn.scan(mixing, (spread,), (distribute_tensor(torch.zeros(4, 8, dtype=x.dtype), mesh, [Shard(0)]),)).outputs[0], want)
 
 
-def both_ways(mesh, core, shape, x_lies, v_lies, w_shape, w_lies, backend):
+def both_ways(mesh, core, shape, x_lies, v_lies, w_shape, w_lies, backend, v_shape=None):
     """Outputs, final states and gradients of a sharded call and of the whole one; `w_lies` may be None: a plain tensor."""
     torch.manual_seed(2)
-    x, v, w = random(T, *shape), random(*shape), random(*w_shape)
+    x, v, w = random(T, *shape), random(*(v_shape or shape)), random(*w_shape)
     results = []
     for spread in (False, True):
         place = (lambda t, lies: distribute_tensor(t, mesh, lies)) if spread else (lambda t, lies: t.clone())
@@ -228,7 +228,9 @@ def both_ways(mesh, core, shape, x_lies, v_lies, w_shape, w_lies, backend):
         done = flexsn.scan(core, leaves[:1], (start,), leaves[1:], backend=backend)
         leaves += [] if start is None else [start]
         y = full(done.outputs[0])
-        results.append([y, full(done.states[0]), *map(full, torch.autograd.grad((y * y.detach().cos()).sum(), leaves))])
+        grads = torch.autograd.grad((y * y.detach().cos()).sum(), leaves)
+        assert all(g.placements == t.placements for g, t in zip(grads, leaves, strict=True) if isinstance(t, DTensor))
+        results.append([y, full(done.states[0]), *map(full, grads)])
     want, got = results
     assert all(g.any() for g in want)
     for a, b in zip(got, want, strict=True):
@@ -259,6 +261,18 @@ def check_dim_of_one(rank, world):
             for w_lies in (None, [Replicate()]):
                 for backend in ("auto", "torch"):
                     both_ways(mesh, leaky, shape, x_lies, None, w_shape, w_lies, backend)
+    for backend in ("auto", "torch"):
+        both_ways(mesh, leaky, (4, 8), [Shard(2)], [Shard(0)], (8,), None, backend, v_shape=(1, 8))
+
+
+def check_param_without_gradient(rank, world):
+    """An output that the loss does not take, and all that depends on the param."""
+    mesh = init_device_mesh(device(), (world,))
+    for backend in ("auto", "torch"):
+        x = distribute_tensor(random(T, *SHAPE), mesh, [Shard(2)]).requires_grad_()
+        w = distribute_tensor(random(6), mesh, [Replicate()]).requires_grad_()
+        flexsn.scan(lambda x, v, w: (x + v, w * x, v * 0.5 + x), (x,), (None,), (w,), backend=backend).outputs[0].sum().backward()
+        assert w.grad is None and x.grad.placements == (Shard(2),)
 
 
 def check_made_in_the_core(rank, world):

@@ -293,7 +293,7 @@ def test_a_checkpoint_of_a_later_call_is_refused(reentrant, step_mode):
     neuron, x = flexsn.LIF(step_mode=step_mode), torch.randn(4, 3, requires_grad=True)
     first = neuron(x)
     second = checkpoint(neuron, x, use_reentrant=reentrant)
-    with pytest.raises(CarriedStateError, match=r"core `lif`: is called by a backward.*more than once since `reset\(\)`"):
+    with pytest.raises(CarriedStateError, match=r"core `lif`: is called by a backward.*not the first since `reset\(\)`"):
         (first + second).sum().backward()
 
 
@@ -312,6 +312,80 @@ def test_checkpointed_pieces_that_are_given_their_states(reentrant):
     halves = [twin(part) for part in (*leaves[1].split(2), *leaves[1].split(2))]
     (halves[0].sum() + halves[1].sum() + 2 * halves[2].sum() + 2 * halves[3].sum()).backward()
     assert_same([leaves[0].grad], [leaves[1].grad])
+
+
+CARRIED = {
+    "reset inside": lambda net: lambda x: (flexsn.reset_net(net), net(x))[1],
+    "reset inside, two calls": lambda net: lambda x: (flexsn.reset_net(net), torch.cat([net(part) for part in x.split(3)]))[1],
+    "nothing inside": lambda net: net,
+}
+
+
+@pytest.mark.parametrize("make", CARRIED.values(), ids=CARRIED)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("last", [True, False], ids=["last", "within"])
+def test_a_backward_leaves_what_is_carried(make, reentrant, last):
+    """PyTorch may stop the recomputation early, in the last call. Later calls go on from there, as without a checkpoint."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), flexsn.LeakyIntegrator(tau=3.0), *([] if last else [nn.Linear(3, 2)]))
+    twin, x = copy.deepcopy(net), torch.randn(6, 4, 3)
+    checkpoint(make(net), x.clone().requires_grad_(), use_reentrant=reentrant).sum().backward()
+    make(twin)(x).sum().backward()
+    for _ in range(2):
+        flexsn.detach_states(net)
+        flexsn.detach_states(twin)
+        assert_same([net[1].states, net(x)], [twin[1].states, twin(x)])
+
+
+@pytest.mark.parametrize("between", [flexsn.reset_net, flexsn.detach_states, lambda net: net(torch.randn(2, 4, 3).flatten(0, 1)[:6])])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_happens_between_a_checkpoint_and_its_backward(between, reentrant):
+    """The recomputation starts where the call did, and leaves the module as it is; or a `CarriedStateError`."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), flexsn.LIF(tau=3.0, v_leak=0.2, v_threshold=0.5))
+    twin, leaves = copy.deepcopy(net), [torch.full((6, 3), 0.8, requires_grad=True) for _ in range(2)]
+    y, want = checkpoint(net, leaves[0], use_reentrant=reentrant), twin(leaves[1])
+    between(net)
+    states = net[1].states
+    if states is not None and between not in (flexsn.reset_net, flexsn.detach_states):
+        with pytest.raises(CarriedStateError):
+            y.sum().backward()
+        return
+    y.sum().backward()
+    want.sum().backward()
+    assert net[1].states is states
+    assert_same([leaves[0].grad, net[0].weight.grad], [leaves[1].grad, twin[0].weight.grad])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_micro_batches_that_share_a_backward(reentrant):
+    net, twin = two_layers(), two_layers()
+    leaves = [torch.randn(5, 3, 8).mul_(3.0).requires_grad_() for _ in range(2)]
+    others = [x.detach().clone().requires_grad_() for x in leaves]
+    for net_of, xs, run in (
+        (net, leaves, lambda net, x: checkpoint(net, x, use_reentrant=reentrant)),
+        (twin, others, lambda net, x: net(x)),
+    ):
+        total = 0.0
+        for x in xs:
+            total = total + run(net_of, x).square().sum()
+            flexsn.reset_net(net_of)
+        total.backward()
+    assert_same([x.grad for x in leaves], [x.grad for x in others])
+    assert net[1].states is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_that_returns_a_state(reentrant):
+    neuron, x = flexsn.LeakyIntegrator(), torch.ones(4, 3, requires_grad=True)
+
+    def membrane(x):
+        neuron(x)
+        return neuron.states[0]
+
+    checkpoint(membrane, x, use_reentrant=reentrant).sum().backward()
+    neuron.reset()
+    assert_same([x.grad], torch.autograd.grad(membrane(x).sum(), x))
 
 
 def test_saved_tensors_hooks_see_what_is_saved():
