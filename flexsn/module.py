@@ -92,7 +92,7 @@ class FlexSN(nn.Module):
 
     runs_sequences = True  # no core of another
     # attributes that no core means, should one lead here
-    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "captured"})
+    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "_first", "_left", "_within", "captured"})
 
     def __init__(
         self,

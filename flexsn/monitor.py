@@ -246,6 +246,9 @@ def _after_call(record: LayerRecord, common: str, module: nn.Module, inputs: Any
         raise MonitorError(f"{_name(record)} returns {type(first).__name__}, not a tensor", hint="Leave it out of `layers`.")
     if not _compat.is_plain(first):
         raise MonitorError(f"{_name(record)} runs under torch.func or in a trace: no values to keep", hint="Leave the `with` before.")
+    if _compat.current_backward() >= 0:  # an activation checkpoint runs the call again
+        record.follow(first)
+        return
     record.see(first, _states_after_call(record, module), 1 if (_mode(module) or common) == "s" else 2)
 
 

@@ -122,6 +122,10 @@ class LayerRecord:
             self.spikes.append(y.clone())
         for name, sequence in states.items():
             self.states[name].append(sequence.detach().clone())
+        self.follow(output)
+
+    def follow(self, output: Tensor) -> None:
+        """Take the norm of the gradient that comes back to what a call returned."""
         if output.requires_grad:
             output.register_hook(self._output.add)
 

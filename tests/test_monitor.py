@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import flexsn
 from flexsn.errors import MonitorError
@@ -231,6 +232,19 @@ def test_gradient_norms_over_several_passes_are_root_mean_squares():
     with flexsn.monitor(layer, layers=[""], gradients=False) as seen:
         layer(torch.ones(1, 2)).sum().backward()
     assert seen[""].param_gradient_norm is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_calls_that_a_checkpoint_runs_again_count_once(reentrant):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), flexsn.LIF(v_threshold=0.3), nn.Linear(4, 4), flexsn.LIF(v_threshold=0.3))
+    x, seen = 3.0 * torch.randn(6, 2, 4), []
+    for run in (net, lambda x: checkpoint(net, x, use_reentrant=reentrant)):
+        flexsn.reset_net(net)
+        with flexsn.monitor(net, spikes=True) as monitor:
+            run(x.clone().requires_grad_()).sum().backward()
+        seen.append([(layer.calls, layer.rate, layer.gradient_norm, len(layer.spikes)) for layer in monitor.layers.values()])
+    assert seen[0] == seen[1] and seen[0][0][0] == 1 and seen[0][0][2] > 0
 
 
 def test_a_call_whose_output_is_not_in_the_loss():

@@ -836,6 +836,25 @@ def test_only_what_may_change_is_looked_at_in_every_call():
     assert [p for p in places if p not in arguments] == ["core"] * 3 and places.count("core.surrogate") == 4  # functions: code and defaults
 
 
+def test_calls_of_a_neuron_that_its_core_leads_to_change_nothing_that_is_read():
+    """What a module remembers of its calls is no setting of the core."""
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain = 0.5
+            self.neuron = flexsn.FlexSN(lambda x, v: (v * self.gain + x, v + x), 1, 1, store_state_seqs=True)
+
+    net, x = Network(), torch.randn(3, 4)
+    net.neuron(x)
+    first = net.neuron.look()[0]
+    for _ in range(3):
+        net.neuron(x)
+        assert net.neuron.look()[0] is first
+    net.neuron.reset()
+    assert net.neuron.look()[0] is first
+
+
 def test_a_module_of_python_in_a_closure():
     settings = types.ModuleType("settings_of_a_test")
     settings.gain = 1.0
