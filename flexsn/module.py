@@ -359,11 +359,12 @@ class FlexSN(nn.Module):
 
     def reset(self) -> None:
         """Forget the carried states; the next call starts where `start_states` says."""
-        backward = _compat.current_backward()
-        if backward >= 0 and self.stateful:
-            enter(self, backward).anew = False
-        else:
-            self.__dict__["_within"] = None
+        if not torch.compiler.is_dynamo_compiling():
+            backward = _compat.current_backward()
+            if backward >= 0 and self.stateful:
+                enter(self, backward).anew = False
+            else:
+                self.__dict__["_within"] = None
         self._carry(None, None)
 
     def _carry(self, states: Sequence[Tensor] | None, sequences: list[Tensor] | None, first: bool | None = None) -> None:
@@ -374,6 +375,8 @@ class FlexSN(nn.Module):
         """
         own = self.__dict__
         own["states"], own["state_seqs"] = states, sequences
+        if torch.compiler.is_dynamo_compiling():
+            return
         if self._within is None:
             own["_first"], own["_left"] = first, weakref.ref(states[0]) if states else None
         else:
@@ -397,9 +400,10 @@ class FlexSN(nn.Module):
         """Cut the graph at the carried states (truncated BPTT)."""
         self._refuse_stale()
         if self.states is not None:
-            left = self.states_are_left()
+            left = not torch.compiler.is_dynamo_compiling() and self.states_are_left()
             self.states = type(self.states)([v.detach() for v in self.states])  # type: ignore[call-arg]  # of a list or a tuple
-            self._left = weakref.ref(self.states[0]) if left else None
+            if left:
+                self._left = weakref.ref(self.states[0])
 
     detach = detach_states  # the name that SpikingJelly's `functional.detach_net` calls
 

@@ -250,6 +250,27 @@ def test_a_deepcopied_compiled_net():
     assert torch.equal(twin(x), run(copy.deepcopy(twin._orig_mod), x)[0][0])
 
 
+def test_resets_and_detached_states_in_a_compiled_function():
+    net = nn.Sequential(nn.Linear(4, 8), module_neuron())
+
+    def pieces(x):
+        flexsn.reset_net(net)
+        first = net(x)
+        flexsn.detach_states(net)
+        return first + 2.0 * net(x)
+
+    x = torch.randn(5, 3, 4)
+    counter = CompileCounterWithBackend("aot_eager")
+    counter.__name__ = "aot_eager"
+    compiled = torch.compile(pieces, backend=counter, fullgraph=True)
+    want = torch.autograd.grad(pieces(x).square().sum(), list(net.parameters()))
+    for _ in range(3):
+        y = compiled(x)
+        assert_close([y], [pieces(x)])
+        assert_close(torch.autograd.grad(y.square().sum(), list(net.parameters())), want)
+    assert counter.frame_count == 1
+
+
 # --- sizes that change ---------------------------------------------------------------------------------------------------------
 def test_dynamic_sizes_compile_once():
     net = nn.Sequential(nn.Linear(4, 8), module_neuron(), nn.Linear(8, 2))
