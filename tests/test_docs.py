@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -148,6 +149,13 @@ def test_links_lead_somewhere():
 def test_every_page_is_in_the_navigation_of_the_site():
     listed = re.findall(r"^ +- .*: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1], flags=re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_names_of_the_page_of_names_are_there():
+    names = re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    assert len(names) > 20
+    for name in names:
+        pkgutil.resolve_name(name)
 
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")  # PyTorch's own, 2.13
