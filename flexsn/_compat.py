@@ -206,7 +206,7 @@ def below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # 2.11, 2.13
 
 
-# Which backward runs on this thread: a number, or -1 for none; -1 where PyTorch does not say
+# Which backward runs on this thread: a number, or -1 for none; -1 where this name has moved, of which `interfaces.py` warns
 current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # 2.11, 2.13
 
 

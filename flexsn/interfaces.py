@@ -38,6 +38,7 @@ INTERFACES = {
         "torch.utils._device:DeviceContext",
         "torch.autograd.forward_ad:_current_level",
         "torch.autograd:Variable._execution_engine.queue_callback",
+        "torch._C:_current_graph_task_id",
         "torch._C:_functorch.get_interpreter_stack",
         "torch._C:_functorch.peek_interpreter_stack",
         "torch._C:_functorch.is_functorch_wrapped_tensor",

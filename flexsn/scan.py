@@ -275,10 +275,7 @@ def run_core(
                     seen.calls.clear()
                 seen.calls[key] = call
             return results
-    if sharding.any_dtensor(operands := (*inputs, *states, *params)):
-        laid: Any = sharding.settled(operands)
-        i, n = len(inputs), len(inputs) + len(states)
-        inputs, states, params = tuple(laid[:i]), tuple(laid[i:n]), tuple(laid[n:])
+    inputs, states, params = sharding.settled_groups(inputs, states, params)
     around = sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext()
     with reading.bound(seen, replaced), around, noting("the eager loop", why):
         outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)

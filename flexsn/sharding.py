@@ -125,6 +125,15 @@ def settled(tensors: Tensors) -> list[Tensor | None]:
     return found
 
 
+def settled_groups(*groups: Tensors) -> list[Any]:
+    """As `settled`, group by group; as they are, if none is a DTensor."""
+    tensors: Tensors = [t for group in groups for t in group]
+    if not any_dtensor(tensors):
+        return list(groups)
+    laid = iter(settled(tensors))
+    return [tuple([next(laid) for _ in group]) for group in groups]
+
+
 def _of_one(tensor: Tensor, placement: Placement) -> bool:
     """Whether a dim of size 1 is sharded: it lies on one rank, and may broadcast."""
     return placement.is_shard() and tensor.shape[placement.dim] == 1  # type: ignore[attr-defined]  # a shard has it
