@@ -210,7 +210,7 @@ def lengths(rows: list[dict]) -> list[str]:
     most = {dtype: max(r["extra_over_input"][dtype] for r in rows) for dtype in ("float32", "float16")}
     return [
         f"By T, about 2^25 neuron-steps each: at most {most['float32']:.3f} in float32 and {most['float16']:.3f} in float16, whose"
-        " checkpoints are in float32 as the states are. Chunks have 4 steps up to T = 4, 8 up to 15, then 16.",
+        " checkpoints are in float32 as the states are. Chunks have 16 steps; fewer steps than that need no checkpoint.",
         "",
         "| T | " + " | ".join(str(r["T"]) for r in rows) + " |",
         "|---|" + "---:|" * len(rows),
@@ -224,7 +224,7 @@ def rest(d: dict) -> list[str]:
         "## Memory of a training step",
         "",
         f"LIF, T x N = {memory['T']} x {memory['N']}: peak of allocated memory less outputs and gradient, over the bytes of the input."
-        " Asked of flexsn: at most 1/8. A checkpoint is stored at the start of every chunk of K steps but the first, in float32.",
+        " Asked of flexsn: at most 1/8. A checkpoint is stored at the start of every chunk of 16 steps but the first, in float32.",
         "",
         "| | extra over input |",
         "|---|---:|",

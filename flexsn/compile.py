@@ -99,7 +99,7 @@ class Program:
         """Rows of states that a forward stores: exact where T is a number, an upper bound where it is symbolic."""
         if _compat.is_symbolic(T):
             return T // self.chunk + 2  # never 0 or 1, which PyTorch would make a case of its own
-        return plan.checkpoints(T, self.backend.chunk_for(self.chunk, T))
+        return plan.checkpoints(T, self.backend.chunk_for(self.chunk, T), self.chunk)
 
     def plan_of(self, direction: str, *flags: Any) -> plan.Plan:
         """`forward_plan(*flags)` or `backward_plan(*flags)`."""

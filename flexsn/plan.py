@@ -4,7 +4,8 @@ A plan is made from step graphs and the flags of a call alone; it knows no devic
 
 Forward: walks T once, states kept; with `checkpoint`, the states at the start of every chunk of `chunk` steps are
 stored (all but the first chunk's, which are the initial states). Backward: walks the chunks in reverse; in each it
-recomputes the states from the checkpoint (`advance`), then runs the VJP steps from the last to the first.
+recomputes the states from the checkpoint (`advance`), then runs the VJP steps from the last to the first. A plan for few steps has
+no more than one full chunk and a rest: the states at the start of the rest are recomputed, too, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -50,13 +51,22 @@ class Plan:
     longest: int | None = None  # the chunk of its like for any number of steps, if this one is for few
 
     @property
+    def few(self) -> bool:
+        """Whether it is for few steps, less than two chunks: without checkpoints, for which it has arguments as the others have."""
+        return self.longest is not None and self.chunk < self.longest
+
+    @property
     def arguments(self) -> tuple[Array, ...]:
         return self.reads + self.writes
+
+    def used(self, arrays: Sequence[Array]) -> list[Array]:
+        """Those of `arrays` that the kernel reads or writes."""
+        return [a for a in arrays if not (self.few and a.kind == "checkpoint")]
 
     def bytes_per_step(self, arrays: Sequence[Array]) -> float:
         """Bytes that cross the memory bus per neuron and step."""
         total = 0.0
-        for a in arrays:
+        for a in self.used(arrays):
             share = {"sequence": 1.0, "checkpoint": 1.0 / self.chunk}.get(a.kind, 0.0)
             total += share * a.storage.itemsize
         return total
@@ -74,7 +84,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{self.direction} of {self.core}, chunks of {self.chunk} steps"]
         for title, arrays in (("reads", self.reads), ("writes", self.writes), ("carries", self.carried)):
-            listed = ", ".join(f"{a.role} ({a.kind}, {str(a.storage)[6:]})" for a in arrays)
+            listed = ", ".join(f"{a.role} ({a.kind}, {str(a.storage)[6:]})" for a in self.used(arrays))
             moved = f"   {self.bytes_per_step(arrays):.2f} B per neuron-step" if title != "carries" else ""
             lines.append(f"  {title:8}{listed}{moved}")
         return "\n".join(lines)
@@ -89,9 +99,9 @@ def chunk_in_cache(num_inputs: int, num_states: int, ops: int, itemsize: int, ch
     return length
 
 
-def checkpoints(T: int, K: int) -> int:
-    """Every chunk but the first starts from a checkpoint."""
-    return max(0, -(-T // K) - 1)
+def checkpoints(T: int, K: int, longest: int) -> int:
+    """Every chunk but the first starts from a checkpoint, where K steps are not fewer than those of a chunk for many steps."""
+    return max(0, -(-T // K) - 1) if longest == K else 0
 
 
 _UNROLLED = 160, 320  # ops of a step, unrolled, with a backward (about three times as many) and without: what compiles in seconds
@@ -105,7 +115,7 @@ def chunk_in_registers(num_inputs: int, num_states: int, ops: int, itemsize: int
     return length
 
 
-_SHORT = ((4, 4), (15, 8))  # up to so many steps, chunks of so many at most
+_SHORT = ((4, 4), (15, 8))  # up to so many steps, less than two chunks, chunks of so many at most
 
 
 def chunk_for(chunk: int, T: int) -> int:

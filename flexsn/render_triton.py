@@ -3,7 +3,8 @@
 One program walks all of T for BLOCK neurons, their states in registers. T is a run-time number: full chunks of K steps in
 a loop, then the rest at once, by code for a power of two of steps of which as many count as are left. The loads of a chunk
 are issued together, before its first step. The backward takes the rest and the chunks from the last to the first, recomputes
-the states of each from its checkpoint, and keeps them in registers.
+the states of each from its checkpoint, and keeps them in registers. For few steps (`plan.few`) there is at most one full chunk, and
+no checkpoint: the states at the start of the rest are those that the chunk leaves.
 
 The kernel is `<core>_forward(*plan.arguments, *(inner, count per param), T, N, given, BLOCK, AHEAD)`, or `_backward`; bit k
 of `given` says whether the k-th of `nullable(plan)` is there (where there are more than 31, `given_1` and so on follow it).
@@ -185,7 +186,7 @@ class _Frame:
         self.sequences = [a.role for a in plan.reads if a.kind == "sequence"]
         self.written = [a.role for a in plan.writes if a.kind == "sequence"]
         self.carried = [a.role for a in plan.carried]
-        self.checkpoints = [a.role for a in plan.arguments if a.kind == "checkpoint"]
+        self.checkpoints = [a.role for a in plan.used(plan.arguments) if a.kind == "checkpoint"]
         self.nullable = [a.role for a in nullable(plan)]
 
     def pointer(self, a: Array, read: bool) -> str:
@@ -300,7 +301,7 @@ def _forward(plan: Plan) -> list[str]:
 def _backward(plan: Plan) -> list[str]:
     assert plan.advance is not None
     f, core, ahead, vjp = _Frame(plan), safe(plan.core), plan.advance, plan.step
-    states = [f"v{r[1:]}" for r in f.checkpoints]
+    states = [a.role for a in plan.reads if a.kind == "row" and a.role[0] == "v"]
     lines: list[str] = []
     if states:
         lines += _computation(plan, ahead, "advance", f"The states of {core} one step on.", list(ahead.inputs), states)
@@ -375,15 +376,17 @@ class _WayBack:
     def starts(self, t: str, to: str = "") -> list[str]:
         """The states at the start of the chunk that starts at t."""
         f = self.frame
+        if self.plan.few:
+            return [f"{a.role}{to} = {f.first(a)}" for a in self.plan.reads if a.role in self.states]
         own = [f"{v}{to} = math.state_at({t}, c{v[1:]}_at, {v}_first + i, {f.is_given(v)}, mask)" for v in self.states]
         return [*own, *(f"{r}_at -= N" for r in f.checkpoints)]
 
-    def on(self, length: int) -> list[str]:
+    def on(self, length: int, at: str = "") -> list[str]:
         """The states on through `length` steps."""
         if not self.states:
             return []
         call = _call(self.states, "after", [*self.needed, *self.states, *self.frame.params, "mask", f"L={length}"])
-        return [*_reads(self.needed, length, length), call]
+        return [*_reads(self.needed, length, length, at=at), call]
 
     # --- the way -----------------------------------------------------------------------------------------------------
     def rest(self) -> list[str]:
@@ -396,6 +399,8 @@ class _WayBack:
             return [*_reads(f.sequences, "rest", length), self.run("rest", length)]
 
         body = [*self.back("rest"), *self.starts("t")]
+        if self.plan.few and self.states:
+            body += ["if t > 0:  # after the chunk", *_indented(self.on(self.K, at=f" - {self.K} * N"))]
         if half > 1:
             later = [*self.on(half), *_reads(f.sequences, f"rest - {half}", half, at=f" + {half} * N")]
             later += [self.run(f"rest - {half}", half, at=f" + {half} * N"), f"rest = {half}"]

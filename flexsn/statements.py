@@ -73,7 +73,7 @@ class Language:
 
 def title(plan: Plan, comment: str) -> list[str]:
     """The first lines of a kernel: what it is, and what it moves."""
-    listed = {t: ", ".join(_label(plan, a) for a in arrays if a.kind in ("sequence", "checkpoint")) or "nothing"
+    listed = {t: ", ".join(_label(plan, a) for a in plan.used(arrays) if a.kind in ("sequence", "checkpoint")) or "nothing"
               for t, arrays in (("reads", plan.reads), ("writes", plan.writes))}  # fmt: skip
     what = f"{plan.direction}, T steps of N neurons, in chunks of {plan.chunk}"
     return [

@@ -211,7 +211,9 @@ def test_composites_on_hard_values(functions, arity, exact, dtype):
     precise = flexsn.scan(core, [t.double() for t in operands], backend="torch").outputs
     wrong = {}
     for name, a, b, reference in zip(functions, got, want, precise, strict=True):
-        error = op_table.disagreement(a, b, None if exact or not b.is_floating_point() else reference.double())
+        cancels = name == "tanhshrink" and dtype is torch.float64  # x - tanh(x): the last bit of PyTorch's tanh differs by CPU
+        scale = 1.0 if cancels else None
+        error = op_table.disagreement(a, b, None if exact or not b.is_floating_point() else reference.double(), scale)
         if error:
             wrong[name] = error
     assert not wrong
