@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -140,7 +141,29 @@ def saved_tensors_hooks_off() -> bool:
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # 2.11, 2.13
 
 
+def without_compiled_autograd() -> contextlib.AbstractContextManager:
+    """While inside, `torch._dynamo.config.compiled_autograd` is as if it were off."""
+    loaded = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(loaded, "_disable", contextlib.nullcontext)()  # 2.11, 2.13
+
+
+@contextlib.contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """While inside, `torch.nn.utils.parametrize.cached()` gives and takes nothing."""
+    loaded: Any = sys.modules.get("torch.nn.utils.parametrize")
+    if loaded is None:
+        yield
+        return
+    enabled, loaded._cache_enabled = loaded._cache_enabled, 0  # 2.11, 2.13
+    try:
+        yield
+    finally:
+        loaded._cache_enabled = enabled
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(tensor):  # 2.11, 2.13: `unpack_dual` has no rule for it
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -204,6 +227,11 @@ def functorch_active() -> bool:
 def below_autograd() -> bool:
     """Whether autograd has had its turn: inside the rule of an operator for what comes after it."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # 2.11, 2.13
+
+
+def skipping_autograd() -> contextlib.AbstractContextManager:
+    """While inside, operators go past autograd."""
+    return torch._C._AutoDispatchBelowAutograd()  # 2.11, 2.13
 
 
 # Which backward runs on this thread: a number, or -1 for none; -1 where this name has moved, of which `interfaces.py` warns
@@ -272,6 +300,12 @@ def size_of(tensor: torch.Tensor, dim: int) -> int:
 def is_symbolic(size: Any) -> bool:
     """Whether a size is an unknown of a trace."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None  # 2.11, 2.13
+
+
+def hint(size: Any) -> int:
+    """The number that a symbolic size has in this trace, which is not bound to it. (Bound where PyTorch knows none.)"""
+    found = size.node.hint  # 2.11, 2.13
+    return int(size) if found is None else int(found)
 
 
 def symbol(size: Any) -> str:

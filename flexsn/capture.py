@@ -69,12 +69,13 @@ class Trace:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No hooks or checks of the caller's autograd see the trace: saved-tensor hooks, anomaly mode."""
+    """Nothing of the caller's sees the trace: saved-tensor hooks, anomaly mode, compiled autograd, the cache of parametrizations."""
     anomaly = torch.is_anomaly_enabled()
     torch.autograd.set_detect_anomaly(False)
     hidden = _compat.saved_tensors_hooks_there()  # `torch.func.grad` inside the core allows none
+    hiding = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hidden else contextlib.nullcontext()
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hidden else contextlib.nullcontext():
+        with hiding, _compat.without_compiled_autograd(), _compat.uncached_parametrizations():
             yield
     finally:
         torch.autograd.set_detect_anomaly(anomaly, torch.is_anomaly_check_nan_enabled())

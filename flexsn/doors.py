@@ -11,7 +11,7 @@ Each ends in one kernel per direction.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -135,6 +135,11 @@ def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], gra
             grad = by_name.get(name)
             results.append(None if grad is None or meta is None else grad.to(meta[1]))
     return results
+
+
+def refuse_forward_mode(core: str, tensors: Tensors) -> None:
+    if _compat.forward_ad_level() >= 0 and any(t is not None and _compat.has_tangent(t) for t in tensors):
+        raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=core)
 
 
 def _refuse_double_backward(call: run.Call) -> None:
@@ -276,31 +281,56 @@ class _TracedBackward(torch.autograd.Function):
 
 # --- a program without its gradient -------------------------------------------------------------------------------------------
 class _WithoutGradient(torch.autograd.Function):
-    """What was exported where nothing required grad runs where something does, and is told from what has no gradient."""
+    """What an exported program holds no gradient of runs where something requires grad, and is told from what has no gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: run.Call, *tensors):
-        return tuple(_without_gradients(call, tensors)[0])
+    def forward(run_it: Callable[..., Sequence[Tensor]], core: str, *tensors):
+        return tuple(run_it(*tensors))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.core = inputs[0].program.sig.core
+        ctx.core = inputs[1]
         ctx.mark_non_differentiable(*[t for t in output if not t.is_floating_point()])
 
     @staticmethod
     @_compat.unseen_by_dynamo
     def backward(ctx, *grads):
-        raise MissingGradientError(
-            "is differentiated in a program that holds no gradient of it: it was exported under `no_grad`, or where nothing that it "
-            "depends on required grad", core=ctx.core,
-            hint="Export it with gradients enabled, and an example input that requires grad if no parameter does.",
-        )  # fmt: skip
+        _refuse_missing_gradient(ctx.core)
 
     @staticmethod
     def jvp(ctx, *tangents):
         raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=ctx.core)
+
+
+def _refuse_missing_gradient(core: str) -> NoReturn:
+    raise MissingGradientError(
+        "is differentiated in a program that holds no gradient of it: it was exported under `no_grad`, or where nothing that it "
+        "depends on required grad, or `run_decompositions()` left its forward alone", core=core,
+        hint="Export it with gradients enabled, and an example input that requires grad if no parameter does; train before decompositions.",
+    )  # fmt: skip
+
+
+def _forward_alone(program, inputs, states, params, *others) -> list[Tensor]:
+    """The rule of `flexsn::forward` for autograd, which meets it only where its formula, around it, is gone."""
+
+    def below(*tensors: Tensor | None) -> list[Tensor]:
+        n, m = len(inputs), len(inputs) + len(states)
+        with _compat.skipping_autograd():
+            return torch.ops.flexsn.forward(program, list(tensors[:n]), list(tensors[n:m]), list(tensors[m:]), *others)
+
+    tensors = (*inputs, *states, *params)
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+        return below(*tensors)
+    core = program_from(program, inputs[0].device).sig.core
+    if _compat.functorch_active():
+        _refuse_missing_gradient(core)
+    return list(_WithoutGradient.apply(below, core, *tensors))
+
+
+LIBRARY.impl("forward", _forward_alone, "Autograd")
+LIBRARY.impl("backward", torch.library.fallthrough_kernel, "Autograd")  # second derivatives are refused before it
 
 
 # --- flexsn::scan ---------------------------------------------------------------------------------------------------------------
@@ -334,6 +364,7 @@ def call_of(program: str, inputs: Sequence[Tensor], states: Tensors, statics: Se
 def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     call = call_of(program, inputs, states, statics, sequences)
     tensors: Tensors = (*inputs, *states, *statics)
+    refuse_forward_mode(call.program.sig.core, tensors)
     if sharding.any_dtensor(tensors):
         sharding.ready()
         sharding.check_layouts(call.program.sig, inputs, states, statics)
@@ -342,7 +373,7 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     if not call.differentiable:
         return _without_gradients(call, tensors)[0]
     if call.program.blueprint.vjp is None:
-        return list(_WithoutGradient.apply(call, *tensors))
+        return list(_WithoutGradient.apply(lambda *given: _without_gradients(call, given)[0], call.program.sig.core, *tensors))
     results = _differentiably(call, tensors)
     n = call.program.sig.num_states
     return results[: call.program.num_outputs + (2 * n if sequences else n)]
@@ -364,6 +395,6 @@ def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:
 
 
 sharding.RULES["scan"] = lambda cls, func, types, args, kwargs: _scan(*args)
-for _key in ("CompositeExplicitAutograd", "Autograd"):
+for _key in ("CompositeExplicitAutograd", "Autograd", "FuncTorchDynamicLayerFrontMode"):  # the last: an exported program under `torch.func`
     LIBRARY.impl("scan", _scan, _key)
 torch.library.register_fake("flexsn::scan", _fake_scan, lib=LIBRARY)

@@ -29,7 +29,7 @@ from .ops import KERNEL_OPERATORS, check_backend, choose_backend, text_of
 from .places import Replay
 from .sharding import any_dtensor
 from .signature import Signature, core_name, positional_names, step_shape
-from .sizes import Sizes, settle_sizes
+from .sizes import Sizes, exactly, settle_sizes
 
 
 class Inlined(NamedTuple):
@@ -76,12 +76,12 @@ def blueprint_of_body(
     metas = [None if t is None else Meta(tuple(t.shape[i < sig.num_inputs :]), t.dtype) for i, t in enumerate(operands)]
     step_shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, step_shapes)  # which sizes must be equal
-    exact, sources = Sizes(exact=True), _size_sources(metas[:ins])
+    sources = _size_sources(metas[:ins])
 
     def kind(value: Any) -> Callable[..., Any]:
         """What makes, for the operands of a run, what the body takes in this place."""
         if isinstance(value, Tensor):
-            shape, dtype, device, grad = exact.of(value.shape), value.dtype, value.device, value.requires_grad
+            shape, dtype, device, grad = exactly(value.shape), value.dtype, value.device, value.requires_grad
             stand_in = torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
             captured[f"captured_{len(captured)}"] = stand_in
             return lambda *operands: stand_in
@@ -97,7 +97,8 @@ def blueprint_of_body(
 
         def core(*operands: Tensor) -> Any:
             body = bodies[0] if any(t.dtype in HALF for t in operands) else bodies[-1]
-            return Replay(body.graph).run(*operands, *(extras[place](*operands) for place in body.places))
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # a `no_grad` inside the core ends in the mode that Dynamo saw
+                return Replay(body.graph).run(*operands, *(extras[place](*operands) for place in body.places))
 
         def draw_at(sizes: Sizes) -> Blueprint:
             numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
@@ -322,13 +323,24 @@ def _speculate(
     mutated = tx.output.side_effects
     with _following_a_core():
         _, graph, lifted = dynamo.speculate_subgraph(
-            tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
+            tx, dynamo._make_inlined(tx, _with_plain_tuples)(core), examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual",
+            supports_input_mutation=False,
         )  # fmt: skip
     # Objects that were assigned to before the call hold the record of assignments that the trace of the body replaced (2.13):
     # what is assigned to them after it would be lost.
     mutated.__dict__.update(tx.output.side_effects.__dict__)
     tx.output.side_effects = mutated
     return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
+
+
+def _with_plain_tuples(core: Callable) -> Callable:
+    """The core, to return a plain tuple where it returns a named one, which the body of a higher-order operator may not."""
+    return functools.partial(_plainly, core)
+
+
+def _plainly(core: Callable, *operands: Any) -> Any:
+    results = core(*operands)
+    return tuple(results) if isinstance(results, tuple) else results
 
 
 def _owned_by(dynamo: Any, tx: Any, owner: Any, lifted: list) -> list:
@@ -350,7 +362,9 @@ def _owned_proxies(dynamo: Any, tx: Any, owner: Any, wanted: Collection[int | No
             if _given(found[given].node) == given and owner.source is not None:
                 # The very tensor that the core captured: one input of the graph for both, which Dynamo reads from either place,
                 # and does not compare the two where one is a global.
-                install_guard(functools.reduce(AttrSource, place, owner.source).make_guard(GuardBuilder.ID_MATCH))
+                mine, seen = functools.reduce(AttrSource, place, owner.source), found[given].node.meta["grapharg"].source
+                if mine != seen:
+                    install_guard(mine.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=seen)))
     return found
 
 

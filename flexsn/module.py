@@ -223,7 +223,7 @@ class FlexSN(nn.Module):
                 continue
             original, start = reads.objects[path].get(), ("captured", self._names[path])
             if isinstance(original, nn.Module):
-                places |= {id(t): (*start, *name.split(".")[1:]) for name, t in module_tensors(original, "").items()}
+                places |= {id(t): (*start, *name.removeprefix(".").split(".")) for name, t in module_tensors(original, "").items()}
             else:
                 places[id(original)] = start
         return places
@@ -449,7 +449,7 @@ class FlexSN(nn.Module):
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
+        state = super().__getstate__()  # without what `compile()` bound to this very module
         state["_reads"] = state["_copied"] = state["_within"] = state["_left"] = None
         state["_origin"] = {}  # a function that is pickled by name reads other objects where it is loaded
         return state

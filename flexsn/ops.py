@@ -301,7 +301,6 @@ for _name, _real, _fake, _vmap in (
     ("backward", _backward, _fake_backward, _vmap_backward),
 ):
     LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # the formula is in `doors.py`, around them
     torch.library.register_fake(f"flexsn::{_name}", _fake, lib=LIBRARY)
     torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
 

@@ -39,9 +39,8 @@ def scan_pieces(
     inputs: Sequence[Any],
     states: Sequence[Tensor | None],
     reduce: Callable[..., Any] | None,
-    shared: Callable[[], Sequence[Tensor]],
+    shared: Callable[[], dict[str, Tensor]],
     values: Callable[[], Any],
-    of_reduce: Sequence[Tensor],
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:
     """Outputs (lists of pieces, or sums of what `reduce` returns), final states, state sequences (lists of pieces).
 
@@ -50,9 +49,8 @@ def scan_pieces(
         names: of the inputs, for messages.
         inputs: one sequence in pieces per input.
         reduce: `reduce(k, *outputs)` for piece `k`.
-        shared: the tensors that every piece uses, params and captured ones.
+        shared: the tensors that every piece uses, by name: params, and what the core and `reduce` capture.
         values: the Python values that the core reads.
-        of_reduce: the tensors that `reduce` captures and that require grad.
     """
     if _compat.saved_tensors_hooks_off():
         raise PiecesError(
@@ -61,7 +59,7 @@ def scan_pieces(
         )  # fmt: skip
     if reduce is not None and not callable(reduce):
         raise PiecesError(f"`reduce` is {type(reduce).__name__}, not a function", core=core, hint=_REDUCE)
-    pieces = _Pieces(core, names, inputs, of_reduce)
+    pieces = _Pieces(core, names, inputs)
     device = next((v.device for v in states if v is not None), None)
 
     def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -132,9 +130,9 @@ class _Pieces:
         one_shot: an input is an iterator, so that nothing can be read twice.
     """
 
-    def __init__(self, core: str, names: Sequence[str], inputs: Sequence[Any], of_reduce: Sequence[Tensor]):
-        self.core, self.names, self.inputs = core, names, inputs
-        self.of_reduce = [(weakref.ref(t), t._version) for t in of_reduce if not t.is_inference()]
+    def __init__(self, core: str, names: Sequence[str], inputs: Sequence[Any]):
+        self.core, self.names = core, names
+        self.inputs = inputs = [tuple(x) if isinstance(x, list) else x for x in inputs]  # a list may change before the backward
         for name, x in zip(names, inputs, strict=True):
             if not in_pieces(x):
                 raise PiecesError(f"input `{name}` is {type(x).__name__} while another input is in pieces", core=core,
@@ -150,7 +148,7 @@ class _Pieces:
         self.count = next(iter(counts.values()), None)
         self.waiting: list[Any] = []
         self.versions: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
-        self.shared: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.shared: dict[int, dict[str, weakref.ref[Tensor]]] = {}
         self.values: dict[int, Any] = {}
 
     def numbers(self) -> Iterator[int]:
@@ -179,32 +177,34 @@ class _Pieces:
                 )  # fmt: skip
         return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
 
-    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: Sequence[Tensor], values: Any) -> None:
+    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: dict[str, Tensor], values: Any) -> None:
         """Raise if what piece `k` used was replaced or written in place since it was run first: the gradient would be of another call.
 
         Args:
-            shared: params and captured tensors.
+            shared: params and captured tensors, also those of `reduce`, by name.
             values: Python values that the core reads.
         """
         again = k in self.versions
-        for tensor, version in (*self.versions[k], *self.of_reduce) if again else ():
+        for tensor, version in self.versions[k] if again else ():
             held = tensor()
             if held is not None and held._version != version:
                 raise PiecesError(
                     f"a tensor of shape {list(held.shape)} that piece {k} used was modified by an in-place operation before the backward",
-                    core=self.core, hint="Run the backward first: it reads the pieces and the params again.",
+                    core=self.core, hint="Run the backward first: it reads the pieces and the params again. What `reduce` counts, let it "
+                    "return beside the loss: results are summed over the pieces.",
                 )  # fmt: skip
         if not again:
-            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared) if not t.is_inference()]
-            self.shared[k], self.values[k] = [weakref.ref(t) for t in shared], values
+            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared.values()) if not t.is_inference()]
+            self.shared[k], self.values[k] = {name: weakref.ref(t) for name, t in shared.items()}, values
         elif self.values[k] != values:
             raise PiecesError(
                 f"a Python value that the core reads (a number, a flag as `.training`) changed after piece {k} ran, before the backward",
                 core=self.core, hint="Run the backward first: it runs the core again.",
             )  # fmt: skip
-        elif len(shared) != len(self.shared[k]) or any(ref() is not t for ref, t in zip(self.shared[k], shared, strict=True)):
+        elif any(ref() is not shared.get(name) for name, ref in self.shared[k].items()):
             raise PiecesError(
-                f"a tensor that the core captures was replaced by another one after piece {k} ran, before the backward", core=self.core,
+                f"a tensor that the core or `reduce` captures was replaced by another one after piece {k} ran, before the backward",
+                core=self.core,
                 hint="Run the backward first, and inside of what replaces it (`functional_call`): it runs the core again.",
             )  # fmt: skip
 

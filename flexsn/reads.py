@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dis
 import functools
+import gc
 import operator
 import os
 import random
@@ -180,6 +182,10 @@ class _Walker:
             self.function(path, value, depth)
         elif isinstance(value, (list, tuple, dict, collections.deque)):
             self.items(path, value, place, depth)
+        elif isinstance(value, types.MappingProxyType):
+            self.visit(path, gc.get_referents(value)[0], None, depth + 1)  # what it shows
+        elif isinstance(value, contextvars.ContextVar):
+            self.slot(f"{path}.value", value, None, depth + 1)
         elif isinstance(value, type):
             self.cls(path, value, depth)
         elif isinstance(value, random.Random):

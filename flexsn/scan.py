@@ -18,12 +18,11 @@ from . import tune as tuning
 from .blueprint import Blueprint
 from .capture import Meta
 from .compile import Program, program_for
-from .doors import disturbed, run_call, undisturbed
+from .doors import disturbed, refuse_forward_mode, run_call, undisturbed
 from .eager import eager_loop
 from .errors import (
     BackendUnavailableError,
     CannotFuseError,
-    ForwardModeError,
     OperandTypeError,
     PiecesError,
     StaleStateError,
@@ -37,7 +36,7 @@ from .ops import TracedCall, check_backend, choose_backend
 from .pieces import in_pieces, scan_pieces
 from .reads import Reads
 from .signature import Signature, check_operands, core_name, make_signature, step_shape
-from .sizes import Sizes, settle_sizes
+from .sizes import Sizes, exactly, settle_sizes
 
 
 class ScanResult(NamedTuple):
@@ -112,16 +111,19 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
 
     names = make_signature(core, len(inputs), len(states), len(params)).input_names
     outputs, finals, trails = scan_pieces(
-        run, core_name(core), names, inputs, states, reduce, lambda: (*params, *look(core).tensors({}).values()),
-        lambda: look(core).fingerprint, _trained(reduce),
+        run, core_name(core), names, inputs, states, reduce, lambda: _held(core, params, reduce),
+        lambda: look(core).fingerprint,
     )  # fmt: skip
     return ScanResult(outputs, trails if store_state_seqs else finals)  # type: ignore[arg-type]  # lists of tensors, as documented
 
 
-def _trained(function: Any) -> list[Tensor]:
-    """The tensors that a function captures and that require grad."""
+def _held(core: Callable, params: Sequence[Tensor], reduce: Any) -> dict[str, Tensor]:
+    """By a name of their own: params, and the tensors that the core and `reduce` capture."""
+    held = {f"params[{k}]": t for k, t in enumerate(params)} | look(core).tensors({})
+    if not callable(reduce):
+        return held
     with reading.lock:
-        return [t for t in reading.look(function).tensors({}).values() if t.requires_grad] if callable(function) else []
+        return held | {f"reduce.{path}": t for path, t in reading.look(reduce).tensors({}).items()}
 
 
 class CoreScan(_compat.HigherOrderOperator):
@@ -370,8 +372,7 @@ def prepare(
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
-    if _compat.forward_ad_level() >= 0 and any(t is not None and _compat.has_tangent(t) for t in tensors):
-        raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=sig.core)
+    refuse_forward_mode(sig.core, tensors)
     transformed = _compat.functorch_active()
     differentiable = torch.is_grad_enabled() and any(_may_need_grad(t, transformed) for t in tensors)
     names = (*sig.param_names, *captured)
@@ -418,7 +419,7 @@ def _may_need_grad(tensor: Tensor | None, transformed: bool) -> bool:
 
 def _stand_in(tensor: Tensor, transformed: bool) -> Tensor:
     """A plain tensor of the same kind."""
-    plain = torch.empty(Sizes(exact=True).of(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    plain = torch.empty(exactly(tensor.shape), dtype=tensor.dtype, device=tensor.device)
     return plain.requires_grad_(_may_need_grad(tensor, transformed))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import types
 import weakref
@@ -34,8 +35,8 @@ class Child:
 
 
 class Slot:
-    """One place that holds a value: a closure cell, a key of a namespace or container, an attribute of a class, function or
-    partial, an item of a tuple that another place holds, a module by its `Contents`, a child of one, or (weakly) the core itself."""
+    """One place that holds a value: a closure cell, a key of a namespace or container, a context variable, an attribute of a class,
+    function or partial, an item of a tuple that another place holds, a module by its `Contents`, a child of one, or (weakly) the core."""
 
     __slots__ = ("get", "holder", "key", "path")
 
@@ -52,6 +53,8 @@ class Slot:
             setattr(self.holder.owner, self.key, value)
         elif isinstance(self.holder, Slot):
             self.holder.set(_exchanged(self.holder.get(), self.key, value))
+        elif isinstance(self.holder, contextvars.ContextVar):
+            self.holder.set(value)
         elif isinstance(self.holder, functools.partial):
             function, _, *others = tuple(self.holder.__reduce__()[2])
             self.holder.__setstate__((function, value, *others))  # type: ignore[attr-defined]  # as `pickle` calls it
@@ -82,6 +85,8 @@ def _reader(holder: Any, key: Any) -> Callable[[], Any]:
         return functools.partial(vars(holder).get, key, MISSING)
     if isinstance(holder, dict):
         return functools.partial(holder.get, key, MISSING)
+    if isinstance(holder, contextvars.ContextVar):
+        return functools.partial(holder.get, MISSING)
     if isinstance(holder, Attributes):
         return functools.partial(getattr, holder.owner, key, MISSING)
     if isinstance(holder, (types.FunctionType, functools.partial)):

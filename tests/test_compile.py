@@ -3,6 +3,7 @@
 Where Inductor is not the point, graphs run op by op (`aot_eager`): that compiles in milliseconds, and keeps eager's bits.
 """
 
+import collections
 import copy
 import functools
 import os
@@ -271,7 +272,95 @@ def test_resets_and_detached_states_in_a_compiled_function():
     assert counter.frame_count == 1
 
 
+class Gate(nn.Module):
+    """Parameters of its own and of a child, under one name; and children that Sequential holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.prelu = nn.Parameter(torch.tensor([3.0])), nn.PReLU()
+        self.rest = nn.Sequential(nn.PReLU(), nn.Tanh())
+
+    def forward(self, x):
+        return self.rest(self.prelu(x) * self.weight)
+
+
+def test_a_closure_over_a_module_with_children():
+    gate, x = Gate(), torch.randn(6, 3, 5)
+    neuron = FlexSN(lambda x, v: (gate(x + v), v * 0.5 + x), num_states=1, stateful=False)
+    want, found = (call(x) for call in (neuron, torch.compile(neuron, backend="aot_eager", fullgraph=True)))
+    assert torch.equal(want, found)
+    assert_close(torch.autograd.grad(found.sum(), list(gate.parameters())), torch.autograd.grad(want.sum(), list(gate.parameters())))
+
+
+def test_networks_of_one_kind_share_a_graph():
+    """A sweep in one process: PyTorch gives up at the ninth graph of a function."""
+    counter, x = CompileCounterWithBackend("aot_eager"), torch.randn(5, 3, 8)
+    counter.__name__ = "aot_eager"
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.neuron = nn.Linear(8, 8), flexsn.LIF(learn_tau=True, stateful=False)
+
+        def forward(self, x):
+            return self.neuron(self.layer(x))
+
+    for tau in range(2, 14):
+        net = Network()
+        nn.init.constant_(net.neuron.tau, float(tau))
+        found = torch.compile(net, backend=counter, fullgraph=True)(x)
+        assert torch.equal(found, net(x))
+        assert_close(torch.autograd.grad(found.sum(), [net.neuron.tau]), torch.autograd.grad(net(x).sum(), [net.neuron.tau]))
+    assert counter.frame_count <= 2
+
+
+def test_no_grad_inside_a_core():
+    def core(x, v):
+        with torch.no_grad():
+            threshold = v.abs() + 1.0
+        return flexsn.surrogate.sigmoid(x + v - threshold), 0.5 * v + x
+
+    x = torch.randn(6, 3, 5, requires_grad=True)
+    neuron = FlexSN(core, num_states=1, strict=True, stateful=False)
+    want, found = (call(x) for call in (neuron, torch.compile(neuron, backend="aot_eager", fullgraph=True)))
+    assert torch.equal(want, found)
+    assert_close(torch.autograd.grad(found.sum(), [x]), torch.autograd.grad(want.sum(), [x]))
+
+
+Returned = collections.namedtuple("Returned", ["spikes", "v"])
+
+
+def test_a_named_tuple():
+    neuron = FlexSN(lambda x, v: Returned((x + v).cos(), x * 0.5 + v), num_states=1, stateful=False)
+    assert torch.equal(torch.compile(neuron, backend="aot_eager", fullgraph=True)(FOUR), neuron(FOUR))
+
+
+def test_compiled_autograd():
+    layer, neuron = nn.Linear(4, 4), FlexSN(lambda x, v: ((x + v).tanh(), x + v), num_states=1, stateful=False, strict=True)
+
+    def step(x):
+        neuron(layer(x)).square().sum().backward()
+
+    step(FOUR.expand(5, 3, 4))
+    want, layer.weight.grad = layer.weight.grad, None
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")(FOUR.expand(5, 3, 4))
+    assert_close([layer.weight.grad], [want])
+
+
 # --- sizes that change ---------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+def test_dynamic_sizes_of_a_core_that_no_kernel_expresses():
+    counter = CompileCounterWithBackend("aot_eager")
+    counter.__name__ = "aot_eager"
+    neuron = FlexSN(lambda x, v: ((v * 0.5 + x).tanh(), v * 0.5 + x - v.mean(-1, keepdim=True)), num_states=1, stateful=False)
+    compiled = torch.compile(neuron, backend=counter, fullgraph=True, dynamic=True)
+    for batch in (4, 2, 7):
+        x = torch.randn(6, batch, 5)
+        assert_close([compiled(x)], [neuron(x)])
+    assert counter.frame_count == 1
+
+
 def test_dynamic_sizes_compile_once():
     net = nn.Sequential(nn.Linear(4, 8), module_neuron(), nn.Linear(8, 2))
     calls = [(torch.randn(T, batch, 4),) for T, batch in [(5, 3), (7, 3), (33, 6), (100, 2), (2, 16)]]

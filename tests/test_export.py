@@ -17,7 +17,7 @@ from torch.export import Dim, export
 import flexsn
 from flexsn import surrogate
 from flexsn.decomposed import run_step
-from flexsn.errors import CarriedStateError, DecomposeError, MissingGradientError, StaleStateError
+from flexsn.errors import CarriedStateError, DecomposeError, ForwardModeError, MissingGradientError, StaleStateError
 from flexsn.graph import Builder, interpret
 from flexsn.opset import OPS
 
@@ -574,3 +574,58 @@ def test_onnx_of_operands_that_share_memory(tmp_path):
     for T in (4, 9):
         x = torch.randn(T, 3)
         torch.testing.assert_close(tuple(run(x, v)), net(x, v))
+
+
+# --- what others make of a program ---------------------------------------------------------------------------------------------
+def own_leak(x, v):
+    h = v * 0.90625 + x
+    return h.tanh(), h
+
+
+class Skipped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.neuron = nn.Linear(8, 8), flexsn.FlexSN(own_leak, num_states=1, stateful=False)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return x + self.neuron(x)
+
+
+@STRICT
+def test_decompositions_drop_gradients_with_words(strict):
+    """They leave the forward kernel alone. A gradient that is lost in silence would be wrong beside a skip connection."""
+    net, x = Skipped(), sequence()
+    program = export(net, (x,), strict=strict).run_decompositions().module()
+    assert torch.equal(program(x), net(x))
+    with torch.no_grad():
+        assert torch.equal(program(x), net(x))
+    with pytest.raises(MissingGradientError, match="run_decompositions"):
+        program(x).sum().backward()
+    with pytest.raises(MissingGradientError, match="run_decompositions"):
+        torch.func.grad(lambda x: program(x).sum())(x)
+
+
+@STRICT
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_transforms_of_a_program(strict):
+    net, x = Skipped(), sequence()
+    program = export(net, (x,), strict=strict).module()
+    torch.testing.assert_close(torch.func.grad(lambda x: program(x).sum())(x), torch.func.grad(lambda x: net(x).sum())(x))
+    both = torch.stack([x, 2.0 * x])
+    torch.testing.assert_close(torch.func.vmap(program)(both), torch.stack([net(x), net(2.0 * x)]))
+    for forward_mode in (torch.func.jvp, lambda f, given, tangents: torch.func.linearize(f, *given)[1](*tangents)):
+        with pytest.raises(ForwardModeError):
+            forward_mode(program, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ForwardModeError):
+        program(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@STRICT
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+def test_a_batch_stays_dynamic_where_no_kernel_runs(strict):
+    neuron = flexsn.FlexSN(lambda x, v: ((v * 0.5 + x).tanh(), v * 0.5 + x - v.mean(-1, keepdim=True)), num_states=1, stateful=False)
+    program = export(neuron, (sequence(),), dynamic_shapes=(({1: torch.export.Dim("batch")},),), strict=strict).module()
+    torch.testing.assert_close(program(sequence(batch=9)).shape, neuron(sequence(batch=9)).shape)
+    x = sequence(batch=6)
+    torch.testing.assert_close(program(x), neuron(x))

@@ -895,3 +895,18 @@ def test_a_core_without_outputs_leaves_the_states():
     with pytest.raises(ReturnCountError):
         net(torch.ones(3, 4))
     assert not net.states[0].any()
+
+
+def test_a_copy_of_a_compiled_module_runs_itself():
+    net, x = flexsn.LIF(tau=2.0, learn_tau=True, v_threshold=0.3), torch.rand(5, 2, 4)
+    net.compile(backend="eager")
+    before = net(x)
+    net.reset()
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        twin.tau.fill_(50.0)
+    found = twin(x)
+    assert not torch.equal(found, before) and net.states is None and twin.states is not None
+    found.sum().backward()
+    assert twin.tau.grad is not None and net.tau.grad is None
+    assert torch.equal(torch.load(_saved(net), weights_only=False)(x), before)

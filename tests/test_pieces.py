@@ -362,3 +362,33 @@ def test_a_python_value_that_changes_before_the_backward():
     gain[0] = 3.0
     with pytest.raises(PiecesError, match="a Python value that the core reads"):
         y.backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "noticed"),
+    [("a buffer of reduce", True), ("another tensor in reduce", True), ("another piece in the list", False), ("an empty list", False)],
+)
+def test_what_changes_beside_the_trained_tensors(change, noticed):
+    """A list of pieces is the caller's, who may fill it with the next ones; what `reduce` collects is its own matter."""
+    weights, held, collected = torch.full((6,), 2.0), [torch.ones(6)], []
+    pieces, v = [torch.rand(10, 6), torch.rand(10, 6)], torch.zeros(6, requires_grad=True)
+
+    def reduce(k, y):
+        collected.append(y.detach())
+        return (y.square() * weights).sum() + (y * held[0]).sum()
+
+    want = torch.autograd.grad(flexsn.scan(leaky, (pieces,), (v,), reduce=reduce).outputs[0], [v])
+    loss = flexsn.scan(leaky, (pieces,), (v,), reduce=reduce).outputs[0]
+    if change == "a buffer of reduce":
+        weights.mul_(3.0)
+    elif change == "another tensor in reduce":
+        held[0] = held[0] * 3.0
+    elif change == "another piece in the list":
+        pieces[0] = pieces[0] * 2.0
+    else:
+        pieces.clear()
+    if noticed:
+        with pytest.raises(PiecesError, match="before the backward"):
+            loss.backward()
+    else:
+        assert torch.equal(torch.autograd.grad(loss, [v])[0], want[0])

@@ -435,6 +435,15 @@ def test_forward_mode_goes_through_the_loop(make, untold):
     assert_same(got, make(lambda w: loss(x, v, w, "torch"))(w))
 
 
+def test_forward_mode_over_vmap_goes_through_the_loop(untold):
+    x, v, w = (double(*shape) for shape in OPERANDS.values())
+    both = torch.stack([w, 2.0 * w])
+    with pytest.warns(FallbackWarning, match="forward mode"):
+        got = jvp(torch.func.vmap(lambda w: loss(x, v, w)), (both,), (torch.ones_like(both),))
+    for k in range(2):
+        assert_same([t[k] for t in got], jvp(lambda w: loss(x, v, w, "torch"), (both[k],), (torch.ones_like(w),)))
+
+
 def test_forward_mode_is_refused_by_name():
     x, v, w = (double(*shape) for shape in OPERANDS.values())
     with pytest.raises(ForwardModeError, match="leaky"):
