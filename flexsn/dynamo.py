@@ -322,9 +322,9 @@ def _speculate(
             examples.append(wrap(tx, proxy, example_value=fake))
     mutated = tx.output.side_effects
     with _following_a_core():
-        plain = dynamo._make_inlined(tx, _with_plain_tuples)(core)
+        core = dynamo._make_inlined(tx, _with_plain_tuples)(core)
         _, graph, lifted = dynamo.speculate_subgraph(
-            tx, plain, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
+            tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
         )  # fmt: skip
     # Objects that were assigned to before the call hold the record of assignments that the trace of the body replaced (2.13):
     # what is assigned to them after it would be lost.

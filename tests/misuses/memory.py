@@ -26,7 +26,7 @@ def transposed(backend):
     return both(backend, leaky, [X.permute(2, 1, 0)], [torch.linspace(0, 1, 20).view(5, 4).t()])
 
 
-@misuse("a `channels_last` input", gives("copies it first"), slow=True)
+@misuse("a `channels_last` input", gives("results lie in memory as it does"), slow=True)
 def channels_last(backend):
     x = torch.linspace(-1, 1, 5 * 2 * 3 * 4).view(5, 2, 3, 4).to(memory_format=torch.channels_last)
     return both(backend, leaky, [x], [torch.zeros(2, 3, 4)])
