@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -143,22 +144,39 @@ def saved_tensors_hooks_off() -> bool:
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager:
     """While inside, `torch._dynamo.config.compiled_autograd` is as if it were off."""
-    loaded = sys.modules.get("torch._dynamo.compiled_autograd")
-    return getattr(loaded, "_disable", contextlib.nullcontext)()  # 2.11, 2.13
+    loaded: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    on = getattr(loaded, "compiled_autograd_enabled", False)  # 2.11, 2.13
+    return loaded._disable() if on else contextlib.nullcontext()  # 2.11, 2.13: what it sets is the process's, so only where need be
+
+
+class _OfOthers(dict):
+    """A cache of parametrizations that is there for other threads: this one finds and leaves nothing in it."""
+
+    def __init__(self, cache: dict):
+        super().__init__()
+        self.cache, self.thread = cache, threading.get_ident()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return default if threading.get_ident() == self.thread else self.cache.get(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if threading.get_ident() != self.thread:
+            self.cache[key] = value
 
 
 @contextlib.contextmanager
 def uncached_parametrizations() -> Iterator[None]:
-    """While inside, `torch.nn.utils.parametrize.cached()` gives and takes nothing."""
+    """While inside, `torch.nn.utils.parametrize.cached()` gives and takes nothing on this thread."""
     loaded: Any = sys.modules.get("torch.nn.utils.parametrize")
     if loaded is None:
         yield
         return
-    enabled, loaded._cache_enabled = loaded._cache_enabled, 0  # 2.11, 2.13
+    hidden, loaded._cache = loaded._cache, (mine := _OfOthers(loaded._cache))  # 2.11, 2.13
     try:
         yield
     finally:
-        loaded._cache_enabled = enabled
+        if loaded._cache is mine:  # else the last `cached()` ended meanwhile, and what it held is out of date
+            loaded._cache = hidden
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .capture import Meta, Trace, trace
 from .errors import CoreError, NotElementwiseError, StateMismatchError, UnsupportedOpError
 from .graph import HALF
-from .signature import Signature, broadcasts, step_shape
+from .signature import Signature, broadcasts, noting_default_states, step_shape
 
 Record = Callable[..., Trace]  # `trace` of one core on one device
 
@@ -144,8 +144,10 @@ def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_ou
     zero = Meta(step_shape(sig, [m.shape for m in inputs]), inputs[0].dtype)
     step_shape(sig, [m.shape if m else () for m in metas[: sig.num_inputs + sig.num_states]])
     current = [m or zero for m in metas]
-    for _ in range(4):
-        recorded = record(metas=current, vjp=False, num_outputs=num_outputs)
+    states = metas[sig.num_inputs : sig.num_inputs + sig.num_states]
+    for first in (True, False, False, False):
+        with noting_default_states(sig, states if first else None, zero.dtype):
+            recorded = record(metas=current, vjp=False, num_outputs=num_outputs)
         new = recorded.metas()[len(recorded.returns) - sig.num_states :]
         old = current[sig.num_inputs : sig.num_inputs + sig.num_states]
         if new == old:

@@ -291,13 +291,22 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.core = inputs[1]
+        _, ctx.core, *tensors = inputs
+        ctx.there = [t is not None for t in tensors]
+        ctx.save_for_backward(*[t for t in tensors if t is not None])
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in output if not t.is_floating_point()])
 
     @staticmethod
     @_compat.unseen_by_dynamo
     def backward(ctx, *grads):
-        _refuse_missing_gradient(ctx.core)
+        if _compat.functorch_active():
+            _refuse_missing_gradient(ctx.core)
+        saved = iter(ctx.saved_tensors)
+        tensors = [next(saved) if there else None for there in ctx.there]
+        given = [g for g in grads if g is not None]
+        needs = zip(tensors, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *[torch.ops.flexsn.no_gradient(ctx.core, t, given) if t is not None and need else None for t, need in needs]
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -312,6 +321,12 @@ def _refuse_missing_gradient(core: str) -> NoReturn:
     )  # fmt: skip
 
 
+# What is not there of a gradient `like` a tensor, from cotangents: a trace holds it, and raises where it is asked for.
+LIBRARY.define("no_gradient(str core, Tensor like, Tensor[] cotangents) -> Tensor", tags=TAGS)
+LIBRARY.impl("no_gradient", lambda core, like, cotangents: _refuse_missing_gradient(core), "CompositeExplicitAutograd")
+torch.library.register_fake("flexsn::no_gradient", lambda core, like, cotangents: torch.empty_like(like), lib=LIBRARY)
+
+
 def _forward_alone(program, inputs, states, params, *others) -> list[Tensor]:
     """The rule of `flexsn::forward` for autograd, which meets it only where its formula, around it, is gone."""
 
@@ -320,7 +335,9 @@ def _forward_alone(program, inputs, states, params, *others) -> list[Tensor]:
         with _compat.skipping_autograd():
             return torch.ops.flexsn.forward(program, list(tensors[:n]), list(tensors[n:m]), list(tensors[m:]), *others)
 
-    tensors = (*inputs, *states, *params)
+    tensors = (*inputs, *(states := states or ()), *(params or ()))  # a package of AOTInductor passes None for an empty list
+    if _compat.forward_ad_level() >= 0:
+        refuse_forward_mode(program_from(program, inputs[0].device).sig.core, tensors)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         return below(*tensors)
     core = program_from(program, inputs[0].device).sig.core

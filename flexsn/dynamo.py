@@ -254,6 +254,10 @@ def _core_scan_variable(dynamo: Any) -> type:
             except FlexSNError as error:
                 if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
                     warn_once(instead := _without_kernel(tx), error)
+                    computed = any(p.node.op != "placeholder" for p in proxies[: counts[0]])
+                    if torch.compiler.is_exporting() and torch.is_grad_enabled() and computed:
+                        for fake in fakes:  # the scan's rule for autograd takes no sizes of what the graph computes
+                            exactly(() if fake is None else fake.shape[1:])
                     return ConstantVariable.create(instead)
                 raise _passed_on(error) from None
             n, m = counts[0], counts[0] + counts[1]
@@ -345,7 +349,13 @@ def _plainly(core: Callable, *operands: Any) -> Any:
 
 def _owned_by(dynamo: Any, tx: Any, owner: Any, lifted: list) -> list:
     """In place of tensors that the core captured, those that the `FlexSN` owns under their names."""
+    from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13
+
     owned = _owned_proxies(dynamo, tx, owner, {_given(proxy.node) for proxy in lifted})
+    for proxy in lifted:
+        given = _given(proxy.node)
+        if given in owned and _given(owned[given].node) != given:  # a copy: the original may be bound anew, and owns another one then
+            install_guard(proxy.node.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
     return [owned.get(_given(proxy.node), proxy) for proxy in lifted]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .errors import OperandMutationError, ReturnTypeError, StateMismatchError
 from .graph import HALF
 from .run import upcast
-from .signature import Signature, broadcasts, check_returns, check_values, step_shape
+from .signature import Signature, broadcasts, check_returns, check_values, noting_default_states, step_shape
 
 
 def eager_loop(
@@ -80,7 +80,8 @@ def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Ten
     first: tuple[list[Tensor], list[Tensor]] | None = None
     for _ in range(4):
         try:
-            returned = check_returns(sig, core(*step, *current, *params), num_outputs)
+            with noting_default_states(sig, states if first is None else None, step[0].dtype):
+                returned = check_returns(sig, core(*step, *current, *params), num_outputs)
         except RuntimeError:
             if first is not None:  # it took zeros, but not the shape that it returned for them
                 _check_shapes(sig, *first)

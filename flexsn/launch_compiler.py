@@ -42,9 +42,14 @@ def identity() -> tuple[str, ...]:
         BackendUnavailableError: there is none.
     """
     found = compiler()
+    if found is None and (asked := os.environ.get("CXX")):
+        raise BackendUnavailableError(
+            f'backend "cpp" needs a C++ compiler, and $CXX is {asked!r}, which is no program on $PATH',
+            hint="Give $CXX the name or path of one program, without arguments, or unset it: then g++, c++ or clang++ is taken.",
+        )
     if found is None:
         raise BackendUnavailableError(
-            'backend "cpp" needs a C++ compiler, and neither $CXX nor g++, c++ or clang++ on $PATH is one',
+            'backend "cpp" needs a C++ compiler, and there is no g++, c++ or clang++ on $PATH',
             hint='Install g++ (Debian: `apt install g++`), or use backend="torch", the eager loop.',
         )
     return tuple(map(str, found))

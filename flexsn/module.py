@@ -92,7 +92,7 @@ class FlexSN(nn.Module):
 
     runs_sequences = True  # no core of another
     # attributes that no core means, should one lead here
-    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "_first", "_left", "_within", "captured"})
+    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "_first", "_left", "_within", "_watchers", "captured"})
 
     def __init__(
         self,
@@ -141,6 +141,7 @@ class FlexSN(nn.Module):
         self._first: bool | None = None  # whether the last call started anew
         self._left: weakref.ref[Tensor] | None = None  # the first of the states that it left
         self._within: Within | None = None
+        self._watchers = 0  # monitors that are on
         self.captured: _Tensors | None = None
         self._reads: Any = None
         self._copied: Any = None  # what the core reads where a copy's modules stand in place of those that it captures
@@ -304,6 +305,8 @@ class FlexSN(nn.Module):
                 core=core_name(self.core), hint="End the core with `return *outputs, *new_states`.",
             )  # fmt: skip
         if torch.compiler.is_dynamo_compiling():  # where assignments take microseconds
+            if self._watchers:  # a function that was compiled without the hooks of monitors is compiled again
+                pass
             if self.stateful:
                 finals = [carry(v) for v in finals]
                 self.states = tuple(finals) if exported else finals
@@ -451,6 +454,7 @@ class FlexSN(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # without what `compile()` bound to this very module
         state["_reads"] = state["_copied"] = state["_within"] = state["_left"] = None
+        state["_watchers"] = 0
         state["_origin"] = {}  # a function that is pickled by name reads other objects where it is loaded
         return state
 

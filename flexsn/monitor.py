@@ -38,6 +38,7 @@ class Monitor:
         self.limits, self.gradients, self.layers = Limits(), gradients, dict[str, LayerRecord]()
         self._model, self._modules, self._handles = model, _chosen(model, layers), list[Any]()
         self._asked: list[FlexSN] = []  # for their states
+        self._watched: list[FlexSN] = []
         for name, module in self._modules.items():
             record = self.layers[name] = LayerRecord(name, type(module).__name__, self.limits)
             record.spikes = deque(maxlen=keep) if spikes else None
@@ -60,6 +61,9 @@ class Monitor:
         for name, module in self._modules.items():
             record = self.layers[name]
             self._handles.append(module.register_forward_hook(partial(_after_call, record, mode)))
+            if isinstance(module, FlexSN):
+                module._watchers += 1
+                self._watched.append(module)
             if record.states and isinstance(module, FlexSN):
                 self._asked.append(module)
                 _ask(module)
@@ -73,6 +77,8 @@ class Monitor:
     def __exit__(self, *exception: Any) -> None:
         while self._handles:
             self._handles.pop().remove()
+        while self._watched:
+            self._watched.pop()._watchers -= 1
         while self._asked:
             _release(self._asked.pop())
 

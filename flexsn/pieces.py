@@ -39,8 +39,9 @@ def scan_pieces(
     inputs: Sequence[Any],
     states: Sequence[Tensor | None],
     reduce: Callable[..., Any] | None,
-    shared: Callable[[], dict[str, Tensor]],
+    shared: Callable[[], Sequence[Tensor]],
     values: Callable[[], Any],
+    of_reduce: Callable[[], dict[str, Tensor]],
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:
     """Outputs (lists of pieces, or sums of what `reduce` returns), final states, state sequences (lists of pieces).
 
@@ -49,8 +50,9 @@ def scan_pieces(
         names: of the inputs, for messages.
         inputs: one sequence in pieces per input.
         reduce: `reduce(k, *outputs)` for piece `k`.
-        shared: the tensors that every piece uses, by name: params, and what the core and `reduce` capture.
+        shared: the tensors that every piece uses, params and captured ones.
         values: the Python values that the core reads.
+        of_reduce: the tensors that `reduce` captures, by path.
     """
     if _compat.saved_tensors_hooks_off():
         raise PiecesError(
@@ -59,12 +61,13 @@ def scan_pieces(
         )  # fmt: skip
     if reduce is not None and not callable(reduce):
         raise PiecesError(f"`reduce` is {type(reduce).__name__}, not a function", core=core, hint=_REDUCE)
-    pieces = _Pieces(core, names, inputs)
+    pieces, beside = _Pieces(core, names, inputs), _Beside(core, of_reduce)
     device = next((v.device for v in states if v is not None), None)
 
     def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
         read = pieces.read(k, device)
         pieces.check_unchanged(k, read, shared(), values())
+        beside.check_unchanged(k, last=pieces.count == k + 1)
         outputs, finals, trail = run(read, states)
         return outputs if reduce is None else _reduced(core, k, reduce(k, *outputs)), finals, trail
 
@@ -79,6 +82,7 @@ def scan_pieces(
         states = finals
         trails.append(trail)
         found = [*found, results] if reduce is None or not found else [_summed(core, k, found[0], results)]
+    beside.settle()
     outputs = tuple(list(y) for y in zip(*found, strict=True)) if reduce is None else found[0]
     return outputs, tuple(states), tuple(list(v) for v in zip(*trails, strict=True))  # type: ignore[arg-type]  # finals are there
 
@@ -148,7 +152,7 @@ class _Pieces:
         self.count = next(iter(counts.values()), None)
         self.waiting: list[Any] = []
         self.versions: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
-        self.shared: dict[int, dict[str, weakref.ref[Tensor]]] = {}
+        self.shared: dict[int, list[weakref.ref[Tensor]]] = {}
         self.values: dict[int, Any] = {}
 
     def numbers(self) -> Iterator[int]:
@@ -177,11 +181,11 @@ class _Pieces:
                 )  # fmt: skip
         return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
 
-    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: dict[str, Tensor], values: Any) -> None:
+    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: Sequence[Tensor], values: Any) -> None:
         """Raise if what piece `k` used was replaced or written in place since it was run first: the gradient would be of another call.
 
         Args:
-            shared: params and captured tensors, also those of `reduce`, by name.
+            shared: params and captured tensors.
             values: Python values that the core reads.
         """
         again = k in self.versions
@@ -190,20 +194,19 @@ class _Pieces:
             if held is not None and held._version != version:
                 raise PiecesError(
                     f"a tensor of shape {list(held.shape)} that piece {k} used was modified by an in-place operation before the backward",
-                    core=self.core, hint="Run the backward first: it reads the pieces and the params again. What `reduce` counts, let it "
-                    "return beside the loss: results are summed over the pieces.",
+                    core=self.core, hint="Run the backward first: it reads the pieces and the params again.",
                 )  # fmt: skip
         if not again:
-            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared.values()) if not t.is_inference()]
-            self.shared[k], self.values[k] = {name: weakref.ref(t) for name, t in shared.items()}, values
+            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared) if not t.is_inference()]
+            self.shared[k], self.values[k] = [weakref.ref(t) for t in shared], values
         elif self.values[k] != values:
             raise PiecesError(
                 f"a Python value that the core reads (a number, a flag as `.training`) changed after piece {k} ran, before the backward",
                 core=self.core, hint="Run the backward first: it runs the core again.",
             )  # fmt: skip
-        elif any(ref() is not shared.get(name) for name, ref in self.shared[k].items()):
+        elif len(shared) != len(self.shared[k]) or any(ref() is not t for ref, t in zip(self.shared[k], shared, strict=True)):
             raise PiecesError(
-                f"a tensor that the core or `reduce` captures was replaced by another one after piece {k} ran, before the backward",
+                f"a tensor that the core captures was replaced by another one after piece {k} ran, before the backward",
                 core=self.core,
                 hint="Run the backward first, and inside of what replaces it (`functional_call`): it runs the core again.",
             )  # fmt: skip
@@ -214,3 +217,35 @@ class _Pieces:
                 "is trained on an iterator of pieces, but the backward has to read them again", core=self.core,
                 hint="Give a list, or anything with `len(pieces)` and `pieces[k]`; iterators serve under `torch.no_grad()`.",
             )  # fmt: skip
+
+
+class _Beside:
+    """The tensors that `reduce` captures and leaves as they are, such as weights and targets. What it changes itself (running
+    statistics, what it keeps for a plot) is its own matter."""
+
+    def __init__(self, core: str, of_reduce: Callable[[], dict[str, Tensor]]):
+        self.core, self.of_reduce, self.settled = core, of_reduce, False
+        self.seen = self._now()
+
+    def _now(self) -> dict[str, tuple[Tensor, int]]:
+        return {path: (t, t._version) for path, t in self.of_reduce().items() if not t.is_inference()}
+
+    def settle(self) -> None:
+        """After the last piece: what the calls of `reduce` left alone is watched from here on."""
+        now = self._now()
+        self.seen = {path: (t, v) for path, (t, v) in self.seen.items() if path in now and now[path][0] is t and now[path][1] == v}
+        self.settled = True
+
+    def check_unchanged(self, k: int, last: bool) -> None:
+        """Raise if one of them changed before the backward runs piece `k` again; `last`: with which it begins."""
+        if not self.settled:
+            return
+        now = self._now() if last else self.seen
+        for path, (tensor, version) in self.seen.items():
+            replaced = path not in now or now[path][0] is not tensor
+            if replaced or tensor._version != version:
+                how = "replaced by another one" if replaced else "modified by an in-place operation"
+                raise PiecesError(
+                    f"a tensor of shape {list(tensor.shape)} that `reduce` captures (`{path}`) was {how} before the backward of piece {k}",
+                    core=self.core, hint="Run the backward first: it calls `reduce` again.",
+                )  # fmt: skip

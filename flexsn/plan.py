@@ -51,9 +51,11 @@ class Plan:
     longest: int | None = None  # the chunk of its like for any number of steps, if this one is for few
 
     @property
-    def few(self) -> bool:
-        """Whether it is for few steps, less than two chunks: without checkpoints, for which it has arguments as the others have."""
-        return self.longest is not None and self.chunk < self.longest
+    def most(self) -> int | None:
+        """How many steps it serves at most, if it is for few: less than two chunks, and so without checkpoints, for which it has
+        arguments as the others have."""
+        few = self.longest is not None and self.chunk < self.longest
+        return next(steps for steps, length in _SHORT if length == self.chunk) if few else None
 
     @property
     def arguments(self) -> tuple[Array, ...]:
@@ -61,7 +63,7 @@ class Plan:
 
     def used(self, arrays: Sequence[Array]) -> list[Array]:
         """Those of `arrays` that the kernel reads or writes."""
-        return [a for a in arrays if not (self.few and a.kind == "checkpoint")]
+        return [a for a in arrays if self.most is None or a.kind != "checkpoint"]
 
     def bytes_per_step(self, arrays: Sequence[Array]) -> float:
         """Bytes that cross the memory bus per neuron and step."""

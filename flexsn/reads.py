@@ -35,6 +35,7 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _OWN = ("flexsn", "flexsn.settings", "flexsn.surrogate", "flexsn.module", "flexsn.scan", "flexsn.neurons")
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
+_VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 _MAX_DEPTH = 32
 KEPT = "__flexsn_reads__"  # attribute of a function that was a core
 
@@ -182,8 +183,10 @@ class _Walker:
             self.function(path, value, depth)
         elif isinstance(value, (list, tuple, dict, collections.deque)):
             self.items(path, value, place, depth)
-        elif isinstance(value, types.MappingProxyType):
+        elif isinstance(value, _VIEWS):
             self.visit(path, gc.get_referents(value)[0], None, depth + 1)  # what it shows
+        elif isinstance(value, weakref.ref):
+            self.visit(path, value(), None, depth + 1)
         elif isinstance(value, contextvars.ContextVar):
             self.slot(f"{path}.value", value, None, depth + 1)
         elif isinstance(value, type):
@@ -192,7 +195,7 @@ class _Walker:
             self.opaque(path, value)
         elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
             self.constants.append((path, type(value).__qualname__, value.__name__))
-        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _OPAQUE:
+        elif isinstance(getattr(value, "__dict__", None), dict) and type(value).__module__.partition(".")[0] not in _OPAQUE:
             self.visit(f"{path}.type", type(value), None, depth + 1)
             self.names(path, vars(value), list(vars(value)), depth)
         elif _slot_names(type(value)):

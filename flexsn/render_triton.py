@@ -3,7 +3,7 @@
 One program walks all of T for BLOCK neurons, their states in registers. T is a run-time number: full chunks of K steps in
 a loop, then the rest at once, by code for a power of two of steps of which as many count as are left. The loads of a chunk
 are issued together, before its first step. The backward takes the rest and the chunks from the last to the first, recomputes
-the states of each from its checkpoint, and keeps them in registers. For few steps (`plan.few`) there is at most one full chunk, and
+the states of each from its checkpoint, and keeps them in registers. For few steps (`plan.most`) there is at most one full chunk, and
 no checkpoint: the states at the start of the rest are those that the chunk leaves.
 
 The kernel is `<core>_forward(*plan.arguments, *(inner, count per param), T, N, given, BLOCK, AHEAD)`, or `_backward`; bit k
@@ -376,7 +376,7 @@ class _WayBack:
     def starts(self, t: str, to: str = "") -> list[str]:
         """The states at the start of the chunk that starts at t."""
         f = self.frame
-        if self.plan.few:
+        if self.plan.most is not None:
             return [f"{a.role}{to} = {f.first(a)}" for a in self.plan.reads if a.role in self.states]
         own = [f"{v}{to} = math.state_at({t}, c{v[1:]}_at, {v}_first + i, {f.is_given(v)}, mask)" for v in self.states]
         return [*own, *(f"{r}_at -= N" for r in f.checkpoints)]
@@ -399,7 +399,7 @@ class _WayBack:
             return [*_reads(f.sequences, "rest", length), self.run("rest", length)]
 
         body = [*self.back("rest"), *self.starts("t")]
-        if self.plan.few and self.states:
+        if self.plan.most is not None and self.plan.most > self.K and self.states:
             body += ["if t > 0:  # after the chunk", *_indented(self.on(self.K, at=f" - {self.K} * N"))]
         if half > 1:
             later = [*self.on(half), *_reads(f.sequences, f"rest - {half}", half, at=f" + {half} * N")]

@@ -111,19 +111,16 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
 
     names = make_signature(core, len(inputs), len(states), len(params)).input_names
     outputs, finals, trails = scan_pieces(
-        run, core_name(core), names, inputs, states, reduce, lambda: _held(core, params, reduce),
-        lambda: look(core).fingerprint,
+        run, core_name(core), names, inputs, states, reduce, lambda: (*params, *look(core).tensors({}).values()),
+        lambda: look(core).fingerprint, lambda: _captured(reduce),
     )  # fmt: skip
     return ScanResult(outputs, trails if store_state_seqs else finals)  # type: ignore[arg-type]  # lists of tensors, as documented
 
 
-def _held(core: Callable, params: Sequence[Tensor], reduce: Any) -> dict[str, Tensor]:
-    """By a name of their own: params, and the tensors that the core and `reduce` capture."""
-    held = {f"params[{k}]": t for k, t in enumerate(params)} | look(core).tensors({})
-    if not callable(reduce):
-        return held
+def _captured(function: Any) -> dict[str, Tensor]:
+    """The tensors that a function captures, by path."""
     with reading.lock:
-        return held | {f"reduce.{path}": t for path, t in reading.look(reduce).tensors({}).items()}
+        return reading.look(function).tensors({}) if callable(function) else {}
 
 
 class CoreScan(_compat.HigherOrderOperator):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,9 @@ def core_name(core: Callable) -> str:
 def _parameters(core: Callable) -> list[inspect.Parameter] | None:
     target = core.forward if isinstance(core, torch.nn.Module) else core
     try:
-        return list(inspect.signature(target).parameters.values())
+        own = inspect.signature(target, follow_wrapped=False).parameters.values()
+        passes_on = any(p.kind is p.VAR_POSITIONAL for p in own)  # a decorator's function, to the one that it wraps
+        return list(inspect.signature(target).parameters.values() if passes_on else own)
     except (TypeError, ValueError):  # a builtin without a signature takes whatever it takes
         return None
 
@@ -137,6 +140,25 @@ def check_operands(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Te
             lengths = ", ".join(f"`{n}` has T = {t.shape[0]}" for n, t in zip(sig.input_names, inputs, strict=True))
             raise SequenceLengthError(f"input sequences differ in T (dimension 0): {lengths}", core=sig.core)
     return inputs[0].shape[0]
+
+
+@contextlib.contextmanager
+def noting_default_states(sig: Signature, states: Sequence[Any] | None, dtype: torch.dtype) -> Iterator[None]:
+    """Add to an error of the core, while it runs on zeros in place of states (None) that were not given, what these are.
+
+    Args:
+        states: as given; None once the zeros have taken what the core returns.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever a core raises; raised again
+        names = ", ".join(f"`{name}`" for name, state in zip(sig.state_names, states or (), strict=False) if state is None)
+        if names:
+            error.add_note(
+                f"flexsn: zeros of {str(dtype)[6:]}, the dtype of the first input, stand in place of {names}. Where the core needs "
+                "another dtype, give a state: `states=(...)`, or `initial_states=lambda x: [torch.zeros(x.shape[1:], dtype=torch.bool)]`."
+            )
+        raise
 
 
 def broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:

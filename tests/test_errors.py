@@ -534,7 +534,7 @@ def test_no_compiler(no_compiler):
 
 def test_named_compiler_that_does_not_exist(monkeypatch, warned):
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    with pytest.raises(errors.BackendUnavailableError, match="compiler"):
+    with pytest.raises(errors.BackendUnavailableError, match=r"\$CXX is .*/nowhere/g\+\+.*, which is no program"):
         flexsn.scan(lambda x, v: (x * 0.96875 + v, v), [X], [None], backend="cpp")
 
 
@@ -562,3 +562,18 @@ def test_every_class_pickles_and_is_documented(cls):
     assert type(twin) is cls and str(twin) == str(error) == "core `lif`: does this\n  at a.py:3: v += x\n  Do that."
     assert (twin.core, twin.line, twin.hint, twin.reason) == ("lif", "a.py:3: v += x", "Do that.", "does this")
     assert cls.__doc__ and cls.__mro__.index(errors.FlexSNError) < cls.__mro__.index(Exception)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpp", "torch"])
+def test_a_default_state_of_another_dtype_than_the_core_takes(backend):
+    def refractory(x, v, fired):
+        h = v + x
+        s = (h > 1.0) & ~fired
+        return s.float(), h, s
+
+    x = torch.rand(4, 2)
+    with pytest.raises(TypeError) as caught:
+        flexsn.scan(refractory, [x], [torch.zeros(2), None], backend=backend)
+    (note,) = caught.value.__notes__
+    assert "zeros of float32" in note and "`fired`" in note and "`v`" not in note
+    flexsn.scan(refractory, [x], [torch.zeros(2), torch.zeros(2, dtype=torch.bool)], backend=backend)

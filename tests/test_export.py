@@ -629,3 +629,25 @@ def test_a_batch_stays_dynamic_where_no_kernel_runs(strict):
     torch.testing.assert_close(program(sequence(batch=9)).shape, neuron(sequence(batch=9)).shape)
     x = sequence(batch=6)
     torch.testing.assert_close(program(x), neuron(x))
+
+
+@STRICT
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_decomposed_by_pytorch_and_compiled(strict, backend):
+    """The error waits in the backward graph until somebody asks for a gradient."""
+    torch._dynamo.reset()
+    net, x = Skipped(), sequence()
+    program = export(net, (x,), strict=strict).run_decompositions().module()
+    found = torch.compile(program, backend=backend)(x)
+    torch.testing.assert_close(found, net(x))
+    with pytest.raises(MissingGradientError, match="run_decompositions"):
+        found.sum().backward()
+    head = nn.Linear(8, 2)
+    torch.compile(lambda x: head(program(x).detach()), backend=backend)(x).sum().backward()
+    assert head.weight.grad is not None
+    for transform in (lambda f: torch.func.jvp(f, (x,), (x,)), lambda f: torch.func.jacfwd(f)(x)):
+        with pytest.raises(ForwardModeError):
+            transform(program)
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level(), pytest.raises(ForwardModeError):
+        program(torch.autograd.forward_ad.make_dual(x, x))

@@ -910,3 +910,21 @@ def test_a_copy_of_a_compiled_module_runs_itself():
     found.sum().backward()
     assert twin.tau.grad is not None and net.tau.grad is None
     assert torch.equal(torch.load(_saved(net), weights_only=False)(x), before)
+
+
+TAU = nn.Parameter(torch.tensor(1.0))
+
+
+def test_a_global_bound_anew_after_a_copy_was_compiled(monkeypatch):
+    def core(x, v):
+        h = v * 0.5 + x * TAU
+        return h.tanh(), h
+
+    net, x = flexsn.FlexSN(core, 1, 1, stateful=False), torch.ones(2, 3)
+    twin = copy.deepcopy(net)
+    torch._dynamo.reset()
+    call = torch.compile(lambda net, x: net(x), backend="eager")
+    call(twin, x), call(net, x)
+    monkeypatch.setitem(globals(), "TAU", nn.Parameter(torch.tensor(5.0)))
+    assert torch.equal(call(net, x), net(x)) and torch.equal(call(twin, x), twin(x))
+    assert torch.equal(net(x)[0], (x[0] * 5.0).tanh())

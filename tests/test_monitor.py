@@ -274,6 +274,22 @@ def test_inside_a_compiled_function():
         assert whole(X) == seen["3"].spikes[-1].sum(), "and once it is off, in one graph"
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_function_that_was_compiled_and_called_before():
+    net = network()
+    compiled = torch.compile(net, backend="eager")
+    for spikes in (False, True):
+        compiled(X)
+        with flexsn.monitor(net, spikes=spikes) as seen:
+            flexsn.reset_net(net)
+            compiled(X)
+        flexsn.reset_net(net)
+        assert seen["1"].calls == seen["3"].calls == 1 and seen["1"].rate > 0
+        compiled(X)
+        assert seen["1"].calls == 1
+    assert copy.deepcopy(net)(X) is not None
+
+
 # --- what it says -------------------------------------------------------------------------------------------------------------
 def problems_of(net, x, loss=None, **options):
     with flexsn.monitor(net, **options) as seen:

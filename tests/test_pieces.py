@@ -369,12 +369,15 @@ def test_a_python_value_that_changes_before_the_backward():
     [("a buffer of reduce", True), ("another tensor in reduce", True), ("another piece in the list", False), ("an empty list", False)],
 )
 def test_what_changes_beside_the_trained_tensors(change, noticed):
-    """A list of pieces is the caller's, who may fill it with the next ones; what `reduce` collects is its own matter."""
-    weights, held, collected = torch.full((6,), 2.0), [torch.ones(6)], []
-    pieces, v = [torch.rand(10, 6), torch.rand(10, 6)], torch.zeros(6, requires_grad=True)
+    """A list of pieces is the caller's, who may fill it with the next ones; what `reduce` collects and counts is its own matter."""
+    weights, held, collected, last = torch.full((6,), 2.0), [torch.ones(6)], [], {}
+    pieces, v, norm, total = [torch.rand(10, 6), torch.rand(10, 6)], torch.zeros(6, requires_grad=True), nn.BatchNorm1d(6), torch.zeros(())
 
     def reduce(k, y):
+        nonlocal total
         collected.append(y.detach())
+        last["y"], total = y.detach(), total + y.detach().sum()
+        norm(y.detach())
         return (y.square() * weights).sum() + (y * held[0]).sum()
 
     want = torch.autograd.grad(flexsn.scan(leaky, (pieces,), (v,), reduce=reduce).outputs[0], [v])
@@ -392,3 +395,25 @@ def test_what_changes_beside_the_trained_tensors(change, noticed):
             loss.backward()
     else:
         assert torch.equal(torch.autograd.grad(loss, [v])[0], want[0])
+
+
+def test_looking_at_what_reduce_holds_takes_no_time():
+    """What it collects grows with every piece, and is not looked through at every piece."""
+    pieces, v, logged = [torch.rand(2, 6)] * 300, torch.zeros(6, requires_grad=True), []
+    flexsn.scan(leaky, (pieces,), (v,), reduce=lambda k, y: y.sum()).outputs[0].backward()
+    with torch.profiler.profile() as _:  # imports
+        pass
+    looks, look = [], flexsn.reads.look
+
+    def counted(function):
+        looks.append(function)
+        return look(function)
+
+    def reduce(k, y):
+        logged.append(y.detach().mean())
+        return y.square().sum()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flexsn.reads, "look", counted)
+        flexsn.scan(leaky, (pieces,), (v,), reduce=reduce).outputs[0].backward()
+    assert len(logged) >= 300 and sum(f is reduce for f in looks) <= 3

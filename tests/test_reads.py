@@ -10,7 +10,11 @@ import functools
 import importlib
 import itertools
 import logging
+import threading
 import types
+import typing
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -972,3 +976,78 @@ def test_context_variables_and_views_of_dicts():
     values["w"].mul_(2.0)
     assert torch.equal(twin(x), before) and not torch.equal(neuron(x), before)
     variable.reset(token)
+
+
+def test_the_cache_of_parametrizations_of_another_thread():
+    """A capture meanwhile neither leaves it on nor brings back what it held."""
+    inside, captured = threading.Event(), threading.Event()
+
+    def other():
+        with parametrize.cached():
+            inside.set()
+            assert captured.wait(30)
+
+    def core(x, v):
+        if not captured.is_set():
+            thread.start()
+            assert inside.wait(30)
+            captured.set()
+            thread.join()
+        return x + v, x + v
+
+    thread, (x, v) = threading.Thread(target=other), x_and_v()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whether a core may start threads is not asked here
+        torch.testing.assert_close(flexsn.scan(core, [x], [v]).outputs[0], x.cumsum(0) + v)
+    layer = nn.Linear(5, 5)
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    before = layer.weight.clone()
+    with torch.no_grad():
+        layer.parametrizations.weight.original.add_(1.0)
+    assert not torch.equal(layer.weight, before) and parametrize._cache == {}
+
+
+def test_a_core_that_caches_parametrizations_itself():
+    core = Core()
+    parametrize.register_parametrization(core.gate, "w", Positive())
+
+    def cached(x, v):
+        with parametrize.cached():
+            return core(x, v)
+
+    with torch.no_grad(), parametrize.cached():
+        assert core.gate.w is core.gate.w
+        assert_follows(cached)
+    with torch.no_grad():
+        core.gate.parametrizations.w.original.add_(1.0)
+    assert_follows(cached)
+
+
+ALIAS = tuple[int, float]
+
+
+def test_an_alias_of_types():
+    def core(x, v):
+        h = typing.cast(ALIAS, v) * 0.5 + x
+        return h, h
+
+    assert_follows(core)
+
+
+class Holder:
+    gain = 1.0
+
+
+def test_views_of_dicts_and_weak_references():
+    values, holder = {"a": 1.0, "b": 2.0}, Holder()
+    view, reference = values.values(), weakref.ref(holder)
+
+    def core(x, v):
+        h = v * 0.5 + x * sum(view) * reference().gain
+        return h, h
+
+    assert_follows(core)
+    values["a"] = 3.0
+    assert_follows(core)
+    holder.gain = 4.0
+    assert_follows(core)

@@ -75,3 +75,25 @@ def test_check_returns():
     for bad in ((), (t,), (t, t, t)):
         with pytest.raises(ReturnCountError):
             check_returns(sig, bad, 1)
+
+
+def test_decorators_that_bind_and_that_pass_on():
+    def bound(core):
+        @functools.wraps(core)
+        def outer(x, v):
+            return core(x, v, 0.5)
+
+        return outer
+
+    def passed_on(core):
+        @functools.wraps(core)
+        def outer(*args, **kwargs):
+            return core(*args, **kwargs)
+
+        return outer
+
+    def core(x, v, tau):
+        return x + v * tau, x
+
+    assert positional_names(bound(core)) == (("x", "v"), 2, False)
+    assert positional_names(passed_on(core)) == (("x", "v", "tau"), 3, False)
