@@ -35,7 +35,7 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 _OWN = ("flexsn", "flexsn.settings", "flexsn.surrogate", "flexsn.module", "flexsn.scan", "flexsn.neurons")
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
-_VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS = (types.MappingProxyType, type(vars(types).keys()), type(vars(types).values()), type(vars(types).items()))
 _MAX_DEPTH = 32
 KEPT = "__flexsn_reads__"  # attribute of a function that was a core
 

@@ -147,6 +147,7 @@ def test_a_moved_interface_of_a_step(without):
         lowlevel.generate_triton_code_str(graph, "core")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("backend", ["auto", "cpp", "torch"])
 def test_a_moved_interface_of_dynamo(without, backend):
     """The call runs between compiled parts, as it runs uncompiled."""
