@@ -396,7 +396,8 @@ def _generators(reads: Reads) -> Iterator[tuple[str, Callable[[], Any], Callable
         numpy = sys.modules["numpy"].random
         yield "`numpy.random`", functools.partial(numpy.get_state, legacy=False), numpy.set_state
     for value in reads.opaque:
-        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
+        of_numpy = any(cls.__module__.partition(".")[0] == "numpy" for cls in type(value).__mro__)
+        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None)) if of_numpy else None
         if isinstance(value, random.Random):
             yield "a `random.Random`", value.getstate, value.setstate
         elif bits is not None:

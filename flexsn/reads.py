@@ -263,7 +263,7 @@ class _Walker:
                 continue
             self.reads.sizes.append((vars(base), len(vars(base))))
             for name, raw in list(vars(base).items()):
-                member = getattr(raw, "fget", getattr(raw, "__func__", raw))
+                member = _function_in(raw)
                 place = Slot(f"{path}.{name}", base, name)
                 if isinstance(member, types.FunctionType):
                     self.reads.watched.append((place, raw))
@@ -320,6 +320,16 @@ class _Walker:
 def _settable(place: Slot | None) -> TypeGuard[Slot]:
     """Whether an object may be put there. Children are no places of their own: the outermost module stands for them."""
     return place is not None and not isinstance(place.holder, Child)
+
+
+def _function_in(raw: Any) -> Any:
+    """Of a property, or a static or class method: the function. Anything else as it is."""
+    for name in ("fget", "__func__"):
+        try:
+            return getattr(raw, name)
+        except Exception:  # an attribute of a class may be anything, and answer to a name as it likes
+            continue
+    return raw
 
 
 def _slot_names(cls: type) -> list[str]:

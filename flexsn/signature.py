@@ -15,6 +15,7 @@ from torch import Tensor
 from .errors import (
     ArgumentError,
     DeviceMismatchError,
+    FlexSNError,
     OperandCountError,
     OperandTypeError,
     ReturnCountError,
@@ -144,13 +145,15 @@ def check_operands(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Te
 
 @contextlib.contextmanager
 def noting_default_states(sig: Signature, states: Sequence[Any] | None, dtype: torch.dtype) -> Iterator[None]:
-    """Add to an error of the core, while it runs on zeros in place of states (None) that were not given, what these are.
+    """Add to an error of the core's own, while it runs on zeros in place of states (None) that were not given, what these are.
 
     Args:
         states: as given; None once the zeros have taken what the core returns.
     """
     try:
         yield
+    except FlexSNError:
+        raise
     except Exception as error:  # whatever a core raises; raised again
         names = ", ".join(f"`{name}`" for name, state in zip(sig.state_names, states or (), strict=False) if state is None)
         if names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import functools
 import types
@@ -58,6 +59,8 @@ class Slot:
         elif isinstance(self.holder, functools.partial):
             function, _, *others = tuple(self.holder.__reduce__()[2])
             self.holder.__setstate__((function, value, *others))  # type: ignore[attr-defined]  # as `pickle` calls it
+        elif isinstance(self.holder, (list, collections.deque)) and self.key >= len(self.holder):
+            self.holder.append(value)  # it became shorter
         else:
             self.holder[self.key] = value
 

@@ -11,9 +11,9 @@ import importlib
 import itertools
 import logging
 import threading
+import time
 import types
 import typing
-import warnings
 import weakref
 
 import pytest
@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 import flexsn
 from flexsn import surrogate
-from flexsn.errors import CannotFuseError, CapturedTensorError, ParamGradientError
+from flexsn.errors import CannotFuseError, CapturedTensorError, ParamGradientError, SideEffectError
 from flexsn.reads import look
 
 kept = importlib.import_module("flexsn.scan").look  # the package's `scan` is the function
@@ -980,25 +980,24 @@ def test_context_variables_and_views_of_dicts():
 
 def test_the_cache_of_parametrizations_of_another_thread():
     """A capture meanwhile neither leaves it on nor brings back what it held."""
-    inside, captured = threading.Event(), threading.Event()
 
-    def other():
+    def other(before, within):
+        time.sleep(before)
         with parametrize.cached():
-            inside.set()
-            assert captured.wait(30)
+            time.sleep(within)
 
     def core(x, v):
-        if not captured.is_set():
-            thread.start()
-            assert inside.wait(30)
-            captured.set()
-            thread.join()
+        sleep(0.4)
         return x + v, x + v
 
-    thread, (x, v) = threading.Thread(target=other), x_and_v()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # whether a core may start threads is not asked here
-        torch.testing.assert_close(flexsn.scan(core, [x], [v]).outputs[0], x.cumsum(0) + v)
+    sleep, (x, v) = time.sleep, x_and_v()
+    threads = [threading.Thread(target=other, args=times) for times in ((0.0, 0.3), (0.3, 0.8))]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    torch.testing.assert_close(flexsn.scan(core, [x], [v]).outputs[0], x.cumsum(0) + v)
+    for thread in threads:
+        thread.join()
     layer = nn.Linear(5, 5)
     parametrize.register_parametrization(layer, "weight", nn.Identity())
     before = layer.weight.clone()
@@ -1051,3 +1050,35 @@ def test_views_of_dicts_and_weak_references():
     assert_follows(core)
     holder.gain = 4.0
     assert_follows(core)
+
+
+class Answering:
+    """Knows no name, and says so in words of its own."""
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+class Odd(nn.Module):
+    answers = Answering()
+
+    def forward(self, x, v):
+        return x + v, v * 0.5 + x
+
+
+def test_an_attribute_of_a_class_that_raises_what_it_likes():
+    assert_follows(Odd())
+
+
+@pytest.mark.parametrize("shorten", [lambda kept: kept.pop(), lambda kept: kept.clear()], ids=["pop", "clear"])
+@pytest.mark.parametrize("kind", [list, collections.deque])
+def test_a_core_that_shortens_a_container(kind, shorten):
+    kept = kind([1.0, 2.0, 3.0])
+
+    def core(x, v):
+        shorten(kept)
+        return x * len(kept), v
+
+    with pytest.raises(SideEffectError, match="core"):
+        flexsn.scan(core, [torch.ones(2, 3)], [None], backend="cpp")
+    assert list(kept) == [1.0, 2.0, 3.0]
