@@ -206,8 +206,7 @@ class _Pieces:
             )  # fmt: skip
         elif len(shared) != len(self.shared[k]) or any(ref() is not t for ref, t in zip(self.shared[k], shared, strict=True)):
             raise PiecesError(
-                f"a tensor that the core captures was replaced by another one after piece {k} ran, before the backward",
-                core=self.core,
+                f"a tensor that the core captures was replaced by another one after piece {k} ran, before the backward", core=self.core,
                 hint="Run the backward first, and inside of what replaces it (`functional_call`): it runs the core again.",
             )  # fmt: skip
 
@@ -221,7 +220,7 @@ class _Pieces:
 
 class _Beside:
     """The tensors that `reduce` captures and leaves as they are, such as weights and targets. What it changes itself (running
-    statistics, what it keeps for a plot) is its own matter."""
+    statistics, what it keeps for a plot) is its own matter, but for tensors that are trained: their gradient would be wrong."""
 
     def __init__(self, core: str, of_reduce: Callable[[], dict[str, Tensor]]):
         self.core, self.of_reduce, self.settled = core, of_reduce, False
@@ -231,9 +230,10 @@ class _Beside:
         return {path: (t, t._version) for path, t in self.of_reduce().items() if not t.is_inference()}
 
     def settle(self) -> None:
-        """After the last piece: what the calls of `reduce` left alone is watched from here on."""
+        """After the last piece: what the calls of `reduce` left alone is watched from here on, and what is trained."""
         now = self._now()
-        self.seen = {path: (t, v) for path, (t, v) in self.seen.items() if path in now and now[path][0] is t and now[path][1] == v}
+        there = {path: (t, v) for path, (t, v) in self.seen.items() if path in now and now[path][0] is t}
+        self.seen = {path: (t, v) for path, (t, v) in there.items() if now[path][1] == v or t.requires_grad}
         self.settled = True
 
     def check_unchanged(self, k: int, last: bool) -> None:

@@ -414,3 +414,18 @@ def test_looking_at_what_reduce_holds_takes_no_time():
         patch.setattr(flexsn.reads, "look", counted)
         flexsn.scan(leaky, (pieces,), (v,), reduce=reduce).outputs[0].backward()
     assert len(logged) >= 300 and sum(f is reduce for f in looks) <= 3
+
+
+def test_a_trained_tensor_that_reduce_changes_is_noticed():
+    head, pieces = torch.ones(6, requires_grad=True), [torch.rand(4, 6)] * 2
+
+    def reduce(k, y):
+        part = (y * head.detach().clone()).sum() + head.sum()
+        with torch.no_grad():
+            head.mul_(2.0)
+        return part
+
+    v = torch.zeros(6, requires_grad=True)
+    loss = flexsn.scan(leaky, (pieces,), (v,), reduce=reduce).outputs[0]
+    with pytest.raises(PiecesError, match="before the backward"):
+        loss.backward()
