@@ -65,6 +65,10 @@ def flexsn_stateless() -> nn.Module:
     return flexsn.FlexSN(cores.lif_sigmoid, num_states=1, strict=True, stateful=False)
 
 
+def flexsn_detached() -> nn.Module:
+    return flexsn.FlexSN(cores.lif_sigmoid, num_states=1, strict=True, stateful="detached")
+
+
 def sj_lif() -> nn.Module:
     layer = peers.sj_neuron.LIFNode(
         tau=2.0, decay_input=True, v_threshold=1.0, v_reset=0.0, surrogate_function=peers.sj_surrogate.Sigmoid(alpha=4.0), step_mode="m"
@@ -92,7 +96,8 @@ class EagerLoop(nn.Module):
 
 
 NEURONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU, "flexsn": flexsn_lif, "flexsn_stateless": flexsn_stateless, "eager_loop": EagerLoop
+    "relu": nn.ReLU, "flexsn": flexsn_lif, "flexsn_detached": flexsn_detached, "flexsn_stateless": flexsn_stateless,
+    "eager_loop": EagerLoop,
 }  # fmt: skip
 if peers.spikingjelly:
     NEURONS |= {"sj_lifnode_triton": sj_lif, "sj_flexsn": SJFlexSN}
@@ -100,6 +105,8 @@ if peers.spikingjelly:
 RUNS = {
     "relu": ("relu", None), "relu_compiled": ("relu", {}), "relu_reduce_overhead": ("relu", {"mode": "reduce-overhead"}),
     "flexsn": ("flexsn", None), "flexsn_compiled": ("flexsn", {}), "flexsn_reduce_overhead": ("flexsn", {"mode": "reduce-overhead"}),
+    "flexsn_detached": ("flexsn_detached", None), "flexsn_detached_compiled": ("flexsn_detached", {}),
+    "flexsn_detached_reduce_overhead": ("flexsn_detached", {"mode": "reduce-overhead"}),
     "flexsn_stateless": ("flexsn_stateless", None), "flexsn_stateless_compiled": ("flexsn_stateless", {}),
     "flexsn_stateless_reduce_overhead": ("flexsn_stateless", {"mode": "reduce-overhead"}),
     "eager_loop": ("eager_loop", None), "sj_lifnode_triton": ("sj_lifnode_triton", None),
@@ -118,7 +125,7 @@ def network(neuron: str) -> nn.Sequential:
 
 
 def reset(net: nn.Module, neuron: str) -> None:
-    if neuron == "flexsn":
+    if neuron in ("flexsn", "flexsn_detached"):
         flexsn.reset_net(net)
     elif neuron.startswith("sj_lif"):
         peers.sj_functional.reset_net(net)

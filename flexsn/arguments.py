@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from .signature import core_name, not_a_tensor, positional_names
 
 Start = float | Tensor | None
 InitialStates = Sequence[Start] | Callable[..., Sequence[Start]]
+Stateful = bool | Literal["detached"]
 
 
 def as_tuple(name: str, values: Any, core: str) -> tuple[Any, ...]:
@@ -23,6 +24,16 @@ def as_tuple(name: str, values: Any, core: str) -> tuple[Any, ...]:
             f"{name} must be a tuple or list, not {type(values).__name__}", core=core, hint=f"Write `{name}=(value,)`."
         )  # fmt: skip
     return tuple(values)
+
+
+def check_step_mode(step_mode: str, stateful: Stateful, core: str) -> None:
+    """Whether a call takes a sequence or a step, and what it leaves to the next one."""
+    if step_mode not in ("m", "s"):
+        raise ArgumentError(f'step_mode must be "m" (multi-step) or "s" (single-step), not {step_mode!r}', core=core)
+    if not isinstance(stateful, bool) and stateful != "detached":
+        raise ArgumentError(f'stateful must be True, False or "detached", not {stateful!r}', core=core)
+    if step_mode == "s" and not stateful:
+        raise ArgumentError('step_mode="s" with stateful=False: every step would start anew', core=core)
 
 
 def param_names(core: Callable[..., Any], params: Sequence[Any], first: int) -> list[str]:

@@ -12,7 +12,19 @@ from torch import Tensor, nn
 
 from . import _compat
 from ._compat import unseen_by_dynamo
-from .arguments import InitialStates, Start, as_tuple, check_count, check_start, checked_start, gradient_flags, operand_counts, param_names
+from .arguments import (
+    InitialStates,
+    Start,
+    Stateful,
+    as_tuple,
+    check_count,
+    check_start,
+    check_step_mode,
+    checked_start,
+    gradient_flags,
+    operand_counts,
+    param_names,
+)
 from .checkpointed import Within, enter, starts_anew
 from .dynamo import exporting, refuse_carried
 from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, StaleStateError
@@ -75,9 +87,10 @@ class FlexSN(nn.Module):
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
         strict: make `"auto"` raise where it would fall back to the eager loop.
         tune: as in `flexsn.scan`: measure the kernels' tiles at the sizes of the first call.
-        stateful: carry states from call to call. With False every call starts anew, there is nothing to reset, and training
-            under `torch.compile` is faster: a compiled graph that returns states is given zeros for the gradients of those that
-            nobody uses.
+        stateful: carry states from call to call. `"detached"`: their values only, so that a backward ends where its call
+            began (truncated BPTT), and no graph outlives its backward. With False every call starts anew, and there is nothing to
+            reset. Under `torch.compile` both train faster than True: a graph that returns states with gradients is given zeros for
+            those that nobody uses.
         initial_states: where the states start after `reset()`, one entry per state: a number, or None for zeros of the
             shape and dtype that the core returns; or a function of the inputs of the call that returns such a list, in
             which a tensor, broadcastable to one step, may stand too. By default zeros.
@@ -110,16 +123,13 @@ class FlexSN(nn.Module):
         params: Sequence[Tensor] | Tensor = (),
         strict: bool = False,
         tune: bool = False,
-        stateful: bool = True,
+        stateful: Stateful = True,
         initial_states: InitialStates | None = None,
     ):
         super().__init__()
         check_core(core)
         name = core_name(core)
-        if step_mode not in ("m", "s"):
-            raise ArgumentError(f'step_mode must be "m" (multi-step) or "s" (single-step), not {step_mode!r}', core=name)
-        if step_mode == "s" and not stateful:
-            raise ArgumentError('step_mode="s" with stateful=False: every step would start anew', core=name)
+        check_step_mode(step_mode, stateful, name)
         check_backend(backend, name)
         check_count("num_outputs", num_outputs, name)
         params = as_tuple("params", params, name)
@@ -304,6 +314,8 @@ class FlexSN(nn.Module):
                 f"returned {n} values, and the last {n} are taken as the new states (num_states={n}): no output is left",
                 core=core_name(self.core), hint="End the core with `return *outputs, *new_states`.",
             )  # fmt: skip
+        if self.stateful == "detached":
+            finals = [v.detach() for v in finals]
         if torch.compiler.is_dynamo_compiling():  # where assignments take microseconds
             if self._watchers:  # a function that was compiled without the hooks of monitors is compiled again
                 pass

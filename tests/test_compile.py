@@ -801,12 +801,12 @@ def test_the_prologue_is_ordinary_nodes_beside_one_kernel_for_any_length(make):
 def test_a_neuron_without_state_has_no_cotangent_of_one():
     """What a compiled graph returns is given zeros for a gradient that nobody has."""
     given = []
-    for stateful in (True, False):
+    for stateful in (True, "detached", False):
         forward, backward = graphs_of(FlexSN(relu_mem, 1, 1, stateful=stateful), torch.randn(6, 3, 8))
         (kernel,) = [n for n in backward.nodes if str(n.target) == "flexsn.backward.default"]
         given.append(kernel.args[6])
-        assert ("flexsn.carry.default" in targets(forward)) is stateful
-    assert given == [["gy0", "gv0"], ["gy0"]]
+        assert ("flexsn.carry.default" in targets(forward)) is bool(stateful)
+    assert given == [["gy0", "gv0"], ["gy0"], ["gy0"]]
 
 
 def test_a_neuron_without_state_compiles_once():

@@ -130,6 +130,34 @@ def test_a_neuron_without_state_starts_anew(initial):
         FlexSN(lif, 1, 1, 1, params=lif_params(), stateful=False, step_mode="s")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_states_may_be_carried_as_values(compiled):
+    """A backward ends where its call began, whatever came before."""
+    make = lambda stateful: FlexSN(lif, 1, 1, 1, params=lif_params(), stateful=stateful)
+    net, want = make("detached"), make(True)
+    call = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+    for k in range(3):
+        x = torch.randn(5, 4, requires_grad=True)
+        y = want.params.tau * call(x)
+        assert not net.states[0].requires_grad and net.states[0].grad_fn is None
+        (got,) = torch.autograd.grad(y.sum(), x)
+        (expected,) = torch.autograd.grad((want.params.tau * want(x)).sum(), x)
+        want.detach_states()
+        torch.testing.assert_close(got, expected)
+        assert torch.equal(net.states[0], want.states[0])
+    net.reset()
+    assert net.states is None
+
+
+def test_single_steps_may_carry_values():
+    x = torch.randn(5, 4, requires_grad=True)
+    net = FlexSN(lif, 1, 1, 1, params=lif_params(), stateful="detached", step_mode="s")
+    want = FlexSN(lif, 1, 1, 1, params=lif_params())
+    assert torch.equal(torch.stack([net(step) for step in x.unbind(0)]), want(x))
+    with pytest.raises(errors.ArgumentError, match="stateful must be True, False or .detached., not 'detach'"):
+        FlexSN(lif, 1, 1, 1, params=lif_params(), stateful="detach")
+
+
 def test_detach_states():
     x = torch.randn(4, 4, requires_grad=True)
     net = FlexSN(lif, 1, 1, 1, params=lif_params(), backend="cpp")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _compat
-from ..arguments import InitialStates
+from ..arguments import InitialStates, Stateful
 from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN
 from ..signature import positional_names
@@ -66,7 +66,7 @@ class Neuron(FlexSN):
     def __init__(
         self, *args: Argument, learn: Sequence[str] = (), learn_tau: bool = False, per_channel: int | None = None,
         initial_states: InitialStates | None = None, step_mode: str = "m", backend: str = "auto", store_state_seqs: bool = False,
-        strict: bool = False, tune: bool = False, stateful: bool = True, **kwargs: Argument,
+        strict: bool = False, tune: bool = False, stateful: Stateful = True, **kwargs: Argument,
     ):  # fmt: skip
         cls = type(self)
         values = self._arguments(args, kwargs)
