@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat, _compat_tracing
 from .errors import DecomposeError
 from .graph import Graph, Node
 from .ops import program_from
@@ -94,7 +94,7 @@ def _scan(body: Body, first: list[Tensor], xs: list[Tensor], params: list[Tensor
         return [*new, *kept]
 
     sizes = [size for size in first[0].shape if _compat.is_symbolic(size)]  # Inductor finds symbols only among the operands
-    done = _compat.scan_node()(combine, first, xs, (*params, *sizes))
+    done = _compat_tracing.scan_node()(combine, first, xs, (*params, *sizes))
     return list(done[:n]), list(done[n:])
 
 

@@ -11,7 +11,7 @@ Each ends in one kernel per direction.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -22,11 +22,10 @@ from .capture import Meta
 from .errors import (
     BatchedGradientError,
     DoubleBackwardError,
-    ForwardModeError,
     FreedGraphError,
-    MissingGradientError,
     ShapeMismatchError,
 )
+from .forward_only import WithoutGradient, no_forward_mode, refuse_forward_mode
 from .inductor import remade
 from .ops import LIBRARY, TAGS, TracedCall, like_row, program_from, text_of
 from .rows import is_dense, memory_order, same_shape, unbroadcast
@@ -137,11 +136,6 @@ def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], gra
     return results
 
 
-def refuse_forward_mode(core: str, tensors: Tensors) -> None:
-    if _compat.forward_ad_level() >= 0 and any(t is not None and _compat.has_tangent(t) for t in tensors):
-        raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=core)
-
-
 def _refuse_double_backward(call: run.Call) -> None:
     raise DoubleBackwardError(
         "is differentiated twice (create_graph=True), but a fused call has no second derivative", core=call.program.sig.core,
@@ -247,7 +241,7 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=ctx.call.program.sig.core)
+        raise no_forward_mode(ctx.call.program.sig.core)
 
 
 class _TracedBackward(torch.autograd.Function):
@@ -277,77 +271,6 @@ class _TracedBackward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         _refuse_double_backward(ctx.call)
-
-
-# --- a program without its gradient -------------------------------------------------------------------------------------------
-class _WithoutGradient(torch.autograd.Function):
-    """What an exported program holds no gradient of runs where something requires grad, and is told from what has no gradient."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(run_it: Callable[..., Sequence[Tensor]], core: str, *tensors):
-        return tuple(run_it(*tensors))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, ctx.core, *tensors = inputs
-        ctx.there = [t is not None for t in tensors]
-        ctx.save_for_backward(*[t for t in tensors if t is not None])
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for t in output if not t.is_floating_point()])
-
-    @staticmethod
-    @_compat.unseen_by_dynamo
-    def backward(ctx, *grads):
-        if _compat.functorch_active():
-            _refuse_missing_gradient(ctx.core)
-        saved = iter(ctx.saved_tensors)
-        tensors = [next(saved) if there else None for there in ctx.there]
-        given = [g for g in grads if g is not None]
-        needs = zip(tensors, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *[torch.ops.flexsn.no_gradient(ctx.core, t, given) if t is not None and need else None for t, need in needs]
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise ForwardModeError("is differentiated in forward mode, which the fused operator does not do", core=ctx.core)
-
-
-def _refuse_missing_gradient(core: str) -> NoReturn:
-    raise MissingGradientError(
-        "is differentiated in a program that holds no gradient of it: it was exported under `no_grad`, or where nothing that it "
-        "depends on required grad, or `run_decompositions()` left its forward alone", core=core,
-        hint="Export it with gradients enabled, and an example input that requires grad if no parameter does; train before decompositions.",
-    )  # fmt: skip
-
-
-# What is not there of a gradient `like` a tensor, from cotangents: a trace holds it, and raises where it is asked for.
-LIBRARY.define("no_gradient(str core, Tensor like, Tensor[] cotangents) -> Tensor", tags=TAGS)
-LIBRARY.impl("no_gradient", lambda core, like, cotangents: _refuse_missing_gradient(core), "CompositeExplicitAutograd")
-torch.library.register_fake("flexsn::no_gradient", lambda core, like, cotangents: torch.empty_like(like), lib=LIBRARY)
-
-
-def _forward_alone(program, inputs, states, params, *others) -> list[Tensor]:
-    """The rule of `flexsn::forward` for autograd, which meets it only where its formula, around it, is gone."""
-
-    def below(*tensors: Tensor | None) -> list[Tensor]:
-        n, m = len(inputs), len(inputs) + len(states)
-        with _compat.skipping_autograd():
-            return torch.ops.flexsn.forward(program, list(tensors[:n]), list(tensors[n:m]), list(tensors[m:]), *others)
-
-    tensors = (*inputs, *(states := states or ()), *(params or ()))  # a package of AOTInductor passes None for an empty list
-    if _compat.forward_ad_level() >= 0:
-        refuse_forward_mode(program_from(program, inputs[0].device).sig.core, tensors)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
-        return below(*tensors)
-    core = program_from(program, inputs[0].device).sig.core
-    if _compat.functorch_active():
-        _refuse_missing_gradient(core)
-    return list(_WithoutGradient.apply(below, core, *tensors))
-
-
-LIBRARY.impl("forward", _forward_alone, "Autograd")
-LIBRARY.impl("backward", torch.library.fallthrough_kernel, "Autograd")  # second derivatives are refused before it
 
 
 # --- flexsn::scan ---------------------------------------------------------------------------------------------------------------
@@ -390,7 +313,7 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     if not call.differentiable:
         return _without_gradients(call, tensors)[0]
     if call.program.blueprint.vjp is None:
-        return list(_WithoutGradient.apply(lambda *given: _without_gradients(call, given)[0], call.program.sig.core, *tensors))
+        return list(WithoutGradient.apply(lambda *given: _without_gradients(call, given)[0], call.program.sig.core, *tensors))
     results = _differentiably(call, tensors)
     n = call.program.sig.num_states
     return results[: call.program.num_outputs + (2 * n if sequences else n)]

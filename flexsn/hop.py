@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _compat, dynamo
+from . import _compat, _compat_tracing, dynamo
 from .errors import CannotFuseError
 from .fallback import warn_once
 from .loops import Specs, check_scan_arguments, empty_results, python_loop, scan_operator
@@ -100,8 +100,8 @@ def _functionalize(ctx, core_fn, num_inputs, num_states, num_outputs, *flat_args
 @flex_sn_scan.py_impl(_compat.ProxyTorchDispatchMode)
 def _proxy(mode, core_fn, num_inputs, num_states, num_outputs, *flat_args):
     counts = num_inputs, num_states, num_outputs
-    body = _compat.trace_body(core_fn, [t.select(0, 0) if i < num_inputs else t for i, t in enumerate(flat_args)])
-    return _compat.record_call(mode, flex_sn_scan, body, (*counts, *flat_args), lambda: fused(core_fn, *counts, *flat_args))
+    body = _compat_tracing.trace_body(core_fn, [t.select(0, 0) if i < num_inputs else t for i, t in enumerate(flat_args)])
+    return _compat_tracing.record_call(mode, flex_sn_scan, body, (*counts, *flat_args), lambda: fused(core_fn, *counts, *flat_args))
 
 
 def _compiled(

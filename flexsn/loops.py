@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat_tracing
 from .errors import (
     DoubleBackwardError,
     FlexSNError,
@@ -119,12 +119,12 @@ def lowerable_while_loop_scan_final_state(
 
 def lowerable_scan_available() -> bool:
     """Whether this PyTorch has the `scan` operator."""
-    return _compat.scan_operator() is not None
+    return _compat_tracing.scan_operator() is not None
 
 
 def lowerable_while_loop_available() -> bool:
     """Whether this PyTorch has the `while_loop` operator that stacks results."""
-    return _compat.while_loop_stack_operator() is not None
+    return _compat_tracing.while_loop_stack_operator() is not None
 
 
 # --- a Python loop --------------------------------------------------------------------------------------------------------
@@ -152,11 +152,11 @@ def scan_operator(
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`lowerable_scan`, or with `states="final"` `lowerable_scan_final_state`."""
-    scan = _compat.scan_operator()
+    scan = _compat_tracing.scan_operator()
     if scan is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `scan` operator; use `eager_scan`")
     if torch.compiler.is_dynamo_compiling():
-        _compat.let_graphs_read_scalars()
+        _compat_tracing.let_graphs_read_scalars()
     inputs, first, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, first, lifted, num_outputs, output_template_specs, states)
@@ -213,7 +213,7 @@ def while_loop_operator(
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`lowerable_while_loop_scan`, or with `states="final"` `lowerable_while_loop_scan_final_state`."""
-    while_loop = _compat.while_loop_stack_operator()
+    while_loop = _compat_tracing.while_loop_stack_operator()
     if while_loop is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `while_loop` operator that stacks results; use `eager_scan`")
     inputs, first, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)

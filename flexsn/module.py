@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _compat
-from ._compat import unseen_by_dynamo
 from .arguments import (
     InitialStates,
     Start,
@@ -29,42 +27,12 @@ from .checkpointed import Within, enter, starts_anew
 from .dynamo import exporting, refuse_carried
 from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, StaleStateError
 from .ops import carry, check_backend
-from .reads import Reads, bound, lock, module_tensors
-from .reads import look as walk
-from .scan import compile_core, look, run_core
+from .owner import CoreOwner, Tensors, free_names
+from .scan import compile_core, run_core
 from .signature import check_core, core_name, not_a_tensor, positional_names
 
 
-class _Tensors(nn.Module):
-    """Holds parameters, buffers and modules under names."""
-
-    def register(self, name: str, value: Tensor | nn.Module) -> None:
-        for held in (self._parameters, self._buffers, self._modules):  # a value of another kind
-            held.pop(name, None)
-        if isinstance(value, nn.Module):
-            self.add_module(name, value)
-        elif isinstance(value, nn.Parameter):
-            self.register_parameter(name, value)
-        else:
-            self.register_buffer(name, value)
-
-
-def _free_name(wanted: str, taken: Collection[str]) -> str:
-    """A name that is not taken, and that no attribute of `nn.Module` has."""
-    name = wanted
-    while name in taken or hasattr(_Tensors, name) or name in vars(nn.Module()):
-        name += "_"
-    return name
-
-
-def _free_names(wanted: Sequence[str]) -> tuple[str, ...]:
-    found = list[str]()
-    for name in wanted:
-        found.append(_free_name(name, found))
-    return tuple(found)
-
-
-class FlexSN(nn.Module):
+class FlexSN(CoreOwner):
     """A spiking neuron from its one-step function, run over whole sequences by one fused kernel.
 
     Call it with one sequence `[T, *shape]` per input; it returns one sequence per output, a tensor if there is one
@@ -126,20 +94,20 @@ class FlexSN(nn.Module):
         stateful: Stateful = True,
         initial_states: InitialStates | None = None,
     ):
-        super().__init__()
         check_core(core)
+        super().__init__(core)
         name = core_name(core)
         check_step_mode(step_mode, stateful, name)
         check_backend(backend, name)
         check_count("num_outputs", num_outputs, name)
         params = as_tuple("params", params, name)
         examples = None if example_inputs is None else len(as_tuple("example_inputs", example_inputs, name))
-        self.core, self.num_outputs = core, num_outputs
+        self.num_outputs = num_outputs
         self.example_outputs = None if example_outputs is None else as_tuple("example_outputs", example_outputs, name)
         self.num_inputs, self.num_states = operand_counts(core, num_inputs, num_states, len(params), examples)
         names = param_names(core, params, self.num_inputs + self.num_states)
-        self.num_params, self.param_names = len(params), _free_names(names)
-        self.params = _Tensors() if params else None
+        self.num_params, self.param_names = len(params), free_names(names)
+        self.params = Tensors() if params else None
         for param_name, param in zip(self.param_names, params, strict=True):
             self.params.register(param_name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
         self.requires_grad_flags = gradient_flags(requires_grad, self.num_inputs, self.num_states, name)
@@ -152,92 +120,7 @@ class FlexSN(nn.Module):
         self._left: weakref.ref[Tensor] | None = None  # the first of the states that it left
         self._within: Within | None = None
         self._watchers = 0  # monitors that are on
-        self.captured: _Tensors | None = None
-        self._reads: Any = None
-        self._copied: Any = None  # what the core reads where a copy's modules stand in place of those that it captures
-        self.holds_copies = False  # whether it is a copy whose core captures modules
-        self._names: dict[str, str] = {}  # path of a captured object -> its name in `captured`
-        self._origin: dict[str, Any] = {}  # what the path led to when it was registered
-        self._holders: dict[str, nn.Module] = {}  # by path, captured networks that hold this neuron: no parts of it
         self._look()
-
-    # --- captured tensors -------------------------------------------------------------------------------------------
-    @property
-    def _core(self) -> Callable[..., Any]:
-        """Past `nn.Module.__getattr__`: where an export finds a module under two names, that makes a stand-in at every access."""
-        own, modules = self.__dict__, self.__dict__["_modules"]
-        return modules["core"] if "core" in modules else own["core"]
-
-    def _look(self) -> None:
-        """Look at the core, and register what it captures."""
-        with lock:
-            seen = look(self._core)
-            if seen is not self._reads:
-                self._reads = seen
-                self._register(seen)
-
-    def _register(self, seen: Reads) -> None:
-        for path, slot in seen.objects.items():
-            value = slot.get()
-            if isinstance(self.core, nn.Module) or self._origin.get(path) is value:
-                continue
-            unpickled = path in self._names and path not in self._origin
-            self._origin[path] = value
-            if unpickled:  # what came with the pickle stands for what the core reads here
-                self.holds_copies |= isinstance(value, nn.Module) and self._own(path) is not value
-                continue
-            if path not in self._names:
-                self._names[path] = _free_name(path.replace(".", "_"), self._names.values())
-            self.captured = self.captured or _Tensors()
-            self.captured.register(self._names[path], value)
-
-    def _own(self, path: str) -> Any:
-        return self._holders[path] if path in self._holders else getattr(self.captured, self._names[path])
-
-    def _replaced(self) -> dict[str, Any]:
-        """By path, the objects that this module uses in place of those that the core captures."""
-        return {path: self._own(path) for path in self._names if path in self._reads.objects}
-
-    def _part_from_holders(self) -> None:
-        """A core that is a closure over its network (`self.w`) captures what holds this neuron: a circle of modules, which
-        PyTorch would walk for ever. When the neuron was made, the network did not hold it yet."""
-        modules = {} if self.captured is None else self.captured._modules
-        for path, name in self._names.items():
-            found = modules.get(name)
-            if found is not None and any(m is self for m in found.modules()):
-                self._holders[path] = found
-                del modules[name]
-
-    @unseen_by_dynamo
-    def look(self) -> tuple[Reads, dict[str, Any]]:
-        """What the core reads now, and the objects that this module uses in place of captured ones, by path."""
-        if self._reads is None or not self._reads.of_now(self._core):
-            self._look()
-        replaced = self._replaced()
-        if any(isinstance(own, nn.Module) and own is not self._reads.objects[path].get() for path, own in replaced.items()):
-            with bound(self._reads, replaced):  # a copy's modules have flags and numbers of their own
-                if self._copied is None or not self._copied.current():
-                    self._copied = walk(self._core)
-            return self._copied, replaced
-        return self._reads, replaced
-
-    def with_its_own(self) -> AbstractContextManager[None]:
-        """While inside, the core holds the objects of this module."""
-        return bound(*self.look())
-
-    def captured_places(self) -> dict[int, tuple[str, ...]]:
-        """Of every tensor that the core captured, by its `id`: the attributes that lead to this module's own."""
-        reads, replaced = self.look()
-        places: dict[int, tuple[str, ...]] = {}
-        for path in replaced:
-            if path in self._holders:
-                continue
-            original, start = reads.objects[path].get(), ("captured", self._names[path])
-            if isinstance(original, nn.Module):
-                places |= {id(t): (*start, *name.removeprefix(".").split(".")) for name, t in module_tensors(original, "").items()}
-            else:
-                places[id(original)] = start
-        return places
 
     # --- calls ------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -422,25 +305,7 @@ class FlexSN(nn.Module):
 
     detach = detach_states  # the name that SpikingJelly's `functional.detach_net` calls
 
-    # what PyTorch calls first wherever it walks modules without remembering which it has seen
-    def train(self, mode: bool = True):
-        self._part_from_holders()
-        return super().train(mode)
-
-    def apply(self, fn):
-        self._part_from_holders()
-        return super().apply(fn)
-
-    def state_dict(self, *args, **kwargs):
-        self._part_from_holders()
-        return super().state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args):
-        self._part_from_holders()
-        super()._load_from_state_dict(*args)
-
     def _apply(self, fn, recurse=True):
-        self._part_from_holders()
         self._refuse_stale()
         super()._apply(fn, recurse)
         if self.states is not None:
@@ -449,26 +314,14 @@ class FlexSN(nn.Module):
         return self
 
     def __deepcopy__(self, memo):
-        import copy
-
         self._refuse_stale()
-        new = self.__class__.__new__(self.__class__)
-        memo[id(self)] = new
-        for key, value in self.__getstate__().items():
-            if key in ("states", "state_seqs") and value is not None:  # graph tensors cannot be copied; their values can
-                value = [v.detach() for v in value]
-            shared = key == "core" and not isinstance(value, nn.Module)
-            new.__dict__[key] = value if shared else copy.deepcopy(value, memo)
-        new._origin = dict(self._origin)
-        new.holds_copies = bool(new._holders) or (new.captured is not None and bool(new.captured._modules))
-        return new
+        state = self.__getstate__()
+        for key in ("states", "state_seqs"):  # tensors of a graph cannot be copied; their values can
+            state[key] = None if state[key] is None else [v.detach() for v in state[key]]
+        return self._copy(state, memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()  # without what `compile()` bound to this very module
-        state["_reads"] = state["_copied"] = state["_within"] = state["_left"] = None
-        state["_watchers"] = 0
-        state["_origin"] = {}  # a function that is pickled by name reads other objects where it is loaded
-        return state
+        return super().__getstate__() | {"_within": None, "_left": None, "_watchers": 0}
 
     def extra_repr(self) -> str:
         self._part_from_holders()

@@ -18,7 +18,7 @@ from . import tune as tuning
 from .blueprint import Blueprint
 from .capture import Meta
 from .compile import Program, program_for
-from .doors import disturbed, refuse_forward_mode, run_call, undisturbed
+from .doors import disturbed, run_call, undisturbed
 from .eager import eager_loop
 from .errors import (
     BackendUnavailableError,
@@ -30,6 +30,7 @@ from .errors import (
     UnsupportedValueError,
 )
 from .fallback import noting, warn_once
+from .forward_only import refuse_forward_mode
 from .loops import scan_operator
 from .memory import addresses
 from .ops import TracedCall, check_backend, choose_backend

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import _compat
+from . import _compat, _compat_tracing
 from .errors import FlexSNError, GraphCaptureError
 from .interfaces import require
 from .reads import lock  # AOTAutograd swaps what belongs to the whole process, and puts it back
@@ -37,7 +37,7 @@ def generate_inference_graph(fn: Callable[..., Any], example_inputs: Sequence[An
     """
     traced = _Traced(fn, example_inputs)
     with _capturing(traced, [False] * len(traced.examples)) as tensors:
-        module = _compat.aot_graph(traced, tensors, joint=False)
+        module = _compat_tracing.aot_graph(traced, tensors, joint=False)
     _clean(module.graph, len(traced.differentiable))
     _pass_through(module.graph, traced.examples)
     return _finished(module)
@@ -70,9 +70,9 @@ def generate_forward_and_backward_graph(
         returned = traced.look(tensors)
         if not any(returned):
             raise GraphCaptureError("returns nothing that is differentiable in its examples", core=traced.name)
-        joint = _compat.aot_graph(traced, tensors, joint=True)
+        joint = _compat_tracing.aot_graph(traced, tensors, joint=True)
         _clean(joint.graph, len(returned))
-        forward, backward = _compat.min_cut(joint, len(returned))
+        forward, backward = _compat_tracing.min_cut(joint, len(returned))
     _name_cotangents(backward.graph, [k for k, differentiable in enumerate(returned) if differentiable])
     _pass_through(forward.graph, traced.examples)
     _pass_back(backward.graph, traced.examples)
@@ -117,7 +117,7 @@ def _capturing(traced: _Traced, flags: Sequence[bool]) -> Iterator[list[Tensor]]
     """Fake tensors like the examples, in the surroundings in which a core is traced."""
     require("flexsn.lowlevel")
     require("fused kernels")
-    _compat.load_aot()
+    _compat_tracing.load_aot()
     _compat.start_autograd()
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
     autocasts = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flexsn import _compat, errors, loops, surrogate
+from flexsn import _compat_tracing, errors, loops, surrogate
 
 PUBLIC = {
     ("eager", "sequence"): loops.eager_scan,
@@ -583,7 +583,7 @@ def test_mistakes_compiled(name, mistake):
 def test_pytorch_without_the_operator(name, monkeypatch):
     available = {"scan": loops.lowerable_scan_available, "while_loop": loops.lowerable_while_loop_available}[name]
     assert available() is True
-    monkeypatch.setattr(_compat, {"scan": "scan_operator", "while_loop": "while_loop_stack_operator"}[name], lambda: None)
+    monkeypatch.setattr(_compat_tracing, {"scan": "scan_operator", "while_loop": "while_loop_stack_operator"}[name], lambda: None)
     assert available() is False
     for states in ("sequence", "final"):
         with pytest.raises(RuntimeError, match=f"has no `{name}` operator"):

@@ -136,7 +136,7 @@ def test_states_may_be_carried_as_values(compiled):
     make = lambda stateful: FlexSN(lif, 1, 1, 1, params=lif_params(), stateful=stateful)
     net, want = make("detached"), make(True)
     call = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
-    for k in range(3):
+    for _ in range(3):
         x = torch.randn(5, 4, requires_grad=True)
         y = want.params.tau * call(x)
         assert not net.states[0].requires_grad and net.states[0].grad_fn is None
@@ -154,7 +154,7 @@ def test_single_steps_may_carry_values():
     net = FlexSN(lif, 1, 1, 1, params=lif_params(), stateful="detached", step_mode="s")
     want = FlexSN(lif, 1, 1, 1, params=lif_params())
     assert torch.equal(torch.stack([net(step) for step in x.unbind(0)]), want(x))
-    with pytest.raises(errors.ArgumentError, match="stateful must be True, False or .detached., not 'detach'"):
+    with pytest.raises(errors.ArgumentError, match=r"stateful must be True, False or .detached., not 'detach'"):
         FlexSN(lif, 1, 1, 1, params=lif_params(), stateful="detach")
 
 

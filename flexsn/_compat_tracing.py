@@ -1,0 +1,98 @@
+"""Private names of PyTorch's tracers, as `_compat.py` has the others, each with the versions in which it was seen: 2.11, 2.13."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def trace_body(core: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """The graph of a core inside a trace."""
+    from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.13
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # 2.11, 2.13
+
+    with disable_proxy_modes_tracing():
+        return reenter_make_fx(core)(*examples)
+
+
+def record_call(mode: Any, operator: Any, body: torch.fx.GraphModule, args: tuple, run: Callable[[], Any]) -> Any:
+    """Write `operator(body, *args)` into the graph of a trace as one node, whose values are those of `run()`."""
+    from torch._higher_order_ops.utils import unique_graph_id  # 2.11, 2.13
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree  # 2.11, 2.13
+    from torch.utils import _pytree as pytree  # 2.11, 2.13
+
+    _, name = unique_graph_id(mode, prefix=f"{operator.__name__}_body")
+    mode.tracer.root.register_module(name, body)
+    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, (body, *args))
+    node = mode.tracer.create_proxy("call_function", operator, proxies, {}, name=operator.__name__)
+    with disable_proxy_modes_tracing():
+        values = run()
+    return track_tensor_tree(values, node, constant=None, tracer=mode.tracer)
+
+
+def scan_operator() -> Callable[..., Any] | None:
+    """`scan(combine_fn, init, xs)`; imported on use, and None where PyTorch has none."""
+    try:
+        from torch._higher_order_ops.scan import scan  # 2.11, 2.13
+    except ImportError:
+        return None
+    return scan
+
+
+def let_graphs_read_scalars() -> None:
+    """While Dynamo traces: a loop in Inductor's code counts its steps in a tensor and reads it. Without this only calls with
+    `fullgraph=True` may."""
+    from torch._guards import TracingContext  # 2.11, 2.13
+
+    context = TracingContext.try_get()
+    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    if shapes is not None:
+        shapes.settings = dataclasses.replace(shapes.settings, allow_scalar_outputs=True)
+
+
+let_graphs_read_scalars._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result`, which imports Dynamo
+
+
+def scan_node() -> Callable[..., Any]:
+    """`scan(combine_fn, init, xs, additional_inputs)` on flat lists of tensors, as a trace records it."""
+    from torch._higher_order_ops.scan import scan_op  # 2.11, 2.13
+
+    return scan_op
+
+
+def while_loop_stack_operator() -> Callable[..., Any] | None:
+    """`while_loop(cond, body, carried, additional)` that gives all iterations' results, stacked; None where PyTorch has none."""
+    try:
+        from torch._higher_order_ops.while_loop import while_loop_stack_output_op  # 2.11, 2.13
+    except ImportError:
+        return None
+    return while_loop_stack_output_op
+
+
+@functools.cache
+def _aot() -> tuple[Any, Any]:
+    """AOTAutograd and its partitioner, imported on use; the warning filters that this adds (sympy's) go again."""
+    with warnings.catch_warnings():
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401  fake tensors need it  (2.11, 2.13)
+        from torch._functorch.aot_autograd import aot_export_joint_simple  # 2.11, 2.13
+        from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.11, 2.13
+    return aot_export_joint_simple, min_cut_rematerialization_partition
+
+
+def aot_graph(fn: Callable, tensors: Sequence[torch.Tensor], *, joint: bool) -> torch.fx.GraphModule:
+    """The functional ATen graph of `fn`, by AOTAutograd; `joint`: followed by its backward (`primals_*`, `tangents_*`)."""
+    return _aot()[0](fn, tuple(tensors), trace_joint=joint)
+
+
+def min_cut(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """A joint graph cut in two, such that little is saved in between."""
+    return _aot()[1](joint, None, num_fwd_outputs=num_outputs)
+
+
+def load_aot() -> None:
+    _aot()
