@@ -8,14 +8,10 @@ runs once per call.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import functools
-import random
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -27,11 +23,12 @@ from . import _compat, plan
 from .backends import BACKENDS
 from .blueprint import Blueprint, Shapes, draw
 from .capture import Meta, Trace
-from .errors import CannotFuseError, RandomOpError, SideEffectError
+from .errors import CannotFuseError
 from .graph import Graph, exists, vanishes
 from .interfaces import require
 from .lower import lower
 from .reads import Reads, lock
+from .side_effects import no_side_effects
 from .signature import Signature
 
 _CACHE_SIZE = 512
@@ -339,7 +336,7 @@ def program_for(
         else:
             require("fused kernels")
             try:
-                with _no_side_effects(reads, sig):
+                with no_side_effects(reads, sig.core):
                     program = program_of(backend, core, sig, metas, device, captured, num_outputs)
                 program.kept = reads.opaque
             except CannotFuseError as error:
@@ -354,54 +351,6 @@ def program_for(
             while len(cache) > _CACHE_SIZE:
                 cache.popitem(last=False)
         return program, shapes
-
-
-_STATE = "What changes from step to step is a state: take it as an argument and return its new value."
-_HOOK = (
-    "A hook of a module may set it (`torch.nn.utils.prune`, the old `weight_norm`): make that permanent with `prune.remove(module, name)`, "
-    "or use `torch.nn.utils.parametrize`."
-)
-
-
-@contextlib.contextmanager
-def _no_side_effects(reads: Reads, sig: Signature) -> Iterator[None]:
-    """Refuse a core that writes to what it reads, and undo what its traces wrote."""
-    held = reads.held()
-    generators = [(*generator, generator[1]()) for generator in _generators(reads)]
-    try:
-        yield
-    finally:
-        changed = reads.restore(held)
-        drawn = []
-        for name, get, put, before in generators:
-            if repr(get()) != repr(before):
-                drawn.append(name)
-                put(before)
-    if changed:
-        raise SideEffectError(
-            f"changes `{changed.removeprefix('core.')}` while it runs", core=sig.core,
-            hint=_HOOK if any(slot.path.endswith(".hook") for slot, _ in reads.watched) else _STATE,
-        )  # fmt: skip
-    if drawn:
-        raise RandomOpError(
-            f"draws random numbers from {drawn[0]}", core=sig.core,
-            hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",
-        )  # fmt: skip
-
-
-def _generators(reads: Reads) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
-    """Sources of random numbers that a trace would freeze: name, and how to get and set the state."""
-    yield "Python's `random`", random.getstate, random.setstate
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        yield "`numpy.random`", functools.partial(numpy.get_state, legacy=False), numpy.set_state
-    for value in reads.opaque:
-        of_numpy = any(cls.__module__.partition(".")[0] == "numpy" for cls in type(value).__mro__)
-        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None)) if of_numpy else None
-        if isinstance(value, random.Random):
-            yield "a `random.Random`", value.getstate, value.setstate
-        elif bits is not None:
-            yield "a generator of numpy", functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
 
 
 def _pattern(meta: Meta | None) -> tuple | None:

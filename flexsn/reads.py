@@ -54,6 +54,7 @@ class Reads:
     fingerprint: tuple = ()  # code and constants; equal fingerprints trace to equal graphs
     watched: list[tuple[Slot, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)  # of containers and namespaces, which may grow
+    iterators: list[Slot] = field(default_factory=list)  # places of those that cannot be looked into
     opaque: list[Any] = field(default_factory=list)  # what the fingerprint names by id(): to be kept while it is in use
     signatures: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by counts of operands, made by `scan`
     own: tuple = ()  # `own_of` the core
@@ -191,8 +192,8 @@ class _Walker:
             self.slot(f"{path}.value", value, None, depth + 1)
         elif isinstance(value, type):
             self.cls(path, value, depth)
-        elif isinstance(value, random.Random):
-            self.opaque(path, value)
+        elif isinstance(value, random.Random) or (isinstance(value, Iterator) and _is_library(type(value).__module__)):
+            self.opaque(path, value, place)
         elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
             self.constants.append((path, type(value).__qualname__, value.__name__))
         elif isinstance(getattr(value, "__dict__", None), dict) and type(value).__module__.partition(".")[0] not in _OPAQUE:
@@ -203,7 +204,7 @@ class _Walker:
             for name in _slot_names(type(value)):
                 self.slot(f"{path}.{name}", Attributes(value), name, depth + 1)
         else:
-            self.opaque(path, value)
+            self.opaque(path, value, place)
 
     def names(self, path: str, namespace: Any, names: Sequence[Any], depth: int) -> None:
         self.reads.sizes.append((namespace, len(namespace)))
@@ -214,8 +215,10 @@ class _Walker:
         """What its holder never exchanges."""
         self.visit(path, value, Slot(path, Contents(value)) if isinstance(value, nn.Module) else None, depth + 1)
 
-    def opaque(self, path: str, value: Any) -> None:
+    def opaque(self, path: str, value: Any, place: Slot | None = None) -> None:
         """Something that cannot be looked into: the same object counts as the same value."""
+        if isinstance(value, Iterator) and place is not None:
+            self.reads.iterators.append(place)
         self.reads.opaque.append(value)
         self.constants.append((path, "object", id(value)))
 
@@ -273,7 +276,7 @@ class _Walker:
                     if isinstance(member, _IN_CLASSES):
                         self.visit(place.path, member, place, depth + 1)
                     else:  # a class may lead anywhere: to a trainer, to the network that this neuron is part of
-                        self.opaque(place.path, member)
+                        self.opaque(place.path, member, place)
 
     def namespace(self, path: str, module: types.ModuleType, names: Sequence[str], depth: int) -> None:
         """The attributes of a module that a function names, also of modules inside it."""

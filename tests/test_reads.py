@@ -8,8 +8,10 @@ import copy
 import dataclasses
 import functools
 import importlib
+import io
 import itertools
 import logging
+import re
 import threading
 import time
 import types
@@ -1082,3 +1084,64 @@ def test_a_core_that_shortens_a_container(kind, shorten):
     with pytest.raises(SideEffectError, match="core"):
         flexsn.scan(core, [torch.ones(2, 3)], [None], backend="cpp")
     assert list(kept) == [1.0, 2.0, 3.0]
+
+
+def halves():
+    while True:
+        yield 0.5
+
+
+class Counting:
+    ids = itertools.count(1)
+
+    def __init__(self):
+        self.gains = {"of": (iter([1.0, 2.0, 3.0]),)}
+
+    def by_class(self, x, v):
+        return x * next(self.ids), v
+
+    def by_item(self, x, v):
+        return x * sum(itertools.islice(self.gains["of"][0], 1)), v
+
+    def beside(self, x, v):
+        return x + v, v + 1
+
+
+DRAWN = [*map(iter, ([1.0, 2.0, 3.0], (1.0, 2.0, 3.0), {1.0: 0, 2.0: 0}, "123")), itertools.count(1.0), itertools.cycle([1.0, 2.0]), halves()]
+DRAWN += [map(float, range(1, 9)), zip([1.0, 2.0], strict=True), enumerate([1.0, 2.0]), io.StringIO("1\n2\n3\n")]
+
+
+@pytest.mark.parametrize("iterator", DRAWN, ids=lambda it: type(it).__name__)
+def test_what_is_drawn_from_an_iterator_is_not_frozen(iterator):
+    """A kernel refuses the core, and nothing is taken; the eager loop draws at every step."""
+
+    def core(x, v):
+        drawn = next(iterator)
+        return x * float(drawn[-1] if isinstance(drawn, tuple) else drawn), v
+
+    x = torch.ones(2, 3)
+    with pytest.raises(SideEffectError, match="draws from the iterator `iterator`"):
+        flexsn.scan(core, [x], [None], backend="cpp")
+    first, second = flexsn.scan(core, [x], [None], backend="torch").outputs[0][:, 0].tolist()
+    assert (first, second) in {(1.0, 2.0), (0.5, 0.5), (1.0, 0.0)}
+
+
+def test_an_iterator_may_stand_anywhere_and_need_not_be_drawn_from():
+    x, holder = torch.ones(2, 3), Counting()
+    for core, place in ((holder.by_class, "self.type.ids"), (holder.by_item, "self.gains.of.0")):
+        with pytest.raises(SideEffectError, match=f"the iterator `{re.escape(place)}`"):
+            flexsn.scan(core, [x], [None], backend="cpp")
+    assert next(holder.ids) == 1 and list(holder.gains["of"][0]) == [1.0, 2.0, 3.0]
+    assert flexsn.scan(holder.beside, [x], [None], backend="cpp").outputs[0].tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+def test_a_core_that_catches_what_an_iterator_says():
+    iterator = iter([1.0, 2.0])
+
+    def core(x, v):
+        with contextlib.suppress(Exception):
+            next(iterator)
+        return x + v, v
+
+    with pytest.raises(SideEffectError, match="draws from the iterator"):
+        flexsn.scan(core, [torch.ones(2, 3)], [None], backend="cpp")
