@@ -22,6 +22,7 @@ from .plot_data import (
     array,
     by_name,
     color_of_each,
+    counts_of,
     length,
     level,
     names_of,
@@ -129,21 +130,23 @@ def traces(
 def rate_histogram(spikes: Any, ax: Axes | None = None, *, bins: int = 20, dt: float | None = None) -> Axes:
     """How many neurons fire how often: the rates over T of all neurons of `spikes` `[T, *shape]`, their mean as a line.
 
-    A rate is spikes per step, or per second (Hz) with `dt`; a batch dimension counts as so many neurons.
+    A rate is spikes per step, or per second (Hz) with `dt`; a value of 3 is three spikes, as in `flexsn.monitor`. A batch
+    dimension counts as so many neurons.
 
     Raises:
-        PictureError: `spikes` has a NaN.
+        PictureError: `spikes` has a value that is not finite.
     """
     import numpy as np
 
     found = steps_of(spikes, "rate_histogram", "[T, ...]", range(1, 64), "Give spikes over time, [T, *shape].")
-    rates = spikes_of(found, "rate_histogram").mean(0).ravel() * _rate(dt)
+    values, fired = counts_of(found, "rate_histogram")
+    rates, silent = values.mean(0).ravel() * _rate(dt), 1.0 - fired.any(0).mean()
     bins = whole(bins, "bins", 1)
-    counts, edges = np.histogram(rates, bins, range=(0.0, float(rates.max()) or 1.0))
+    counts, edges = np.histogram(rates, bins, range=_range(rates, 1.0))
     ax = _axes(ax)
     ax.bar(edges[:-1], counts, np.diff(edges), align="edge", color=BLUE, edgecolor="white", lw=0.5)
     ax.axvline(rates.mean(), ymax=0.88, color=ORANGE, lw=1.5)
-    words = f"mean {rates.mean():.3g}, silent {(rates == 0).mean():.0%}"
+    words = f"mean {rates.mean():.3g}, silent {silent:.0%}"
     ax.text(1.0, 0.98, words, transform=ax.transAxes, ha="right", va="top", color=ORANGE)
     ax.set(xlabel=_rate_unit(dt), ylabel="neurons", ylim=(0, 1.14 * counts.max()))
     return ax
@@ -152,32 +155,33 @@ def rate_histogram(spikes: Any, ax: Axes | None = None, *, bins: int = 20, dt: f
 def heat_map(spikes: Any, ax: Axes | None = None, *, window: int = 10, dt: float | None = None, cmap: str = "magma") -> Axes:
     """Firing rates as colors: `[T, n]` by windows of `window` steps and neuron, `[T, H, W]` over all T by place.
 
-    The last window is shorter where `window` does not divide T. A rate is spikes per step, or Hz with `dt`; colors go from 0 to
-    the highest rate, and without a spike to one in every step.
+    The last window is shorter where `window` does not divide T. A rate is spikes per step, or Hz with `dt`; a value of 3 is three
+    spikes, as in `flexsn.monitor`. Colors go from 0 (or the lowest rate, if below) to the highest, and without a spike to one in
+    every step.
 
     Raises:
-        PictureError: `spikes` has another number of dimensions, or a NaN.
+        PictureError: `spikes` has another number of dimensions, or a value that is not finite.
     """
     import numpy as np
 
     found = steps_of(spikes, "heat_map", "[T, n] or [T, H, W]", (2, 3), "Choose a sample: `spikes[:, 0]`.")
-    fired = spikes_of(found, "heat_map") * _rate(dt)
+    values = counts_of(found, "heat_map")[0] * _rate(dt)
     window = whole(window, "window", 1)
     ax = _axes(ax)
-    if fired.ndim == 3:
-        rates = fired.mean(0)
+    if values.ndim == 3:
+        rates = values.mean(0)
         mesh: Any = ax.imshow(rates, cmap=cmap, interpolation="nearest")
         ax.set(xlabel="column", ylabel="row")
         _whole_numbers(ax.xaxis, ax.yaxis)
     else:
-        starts = np.arange(0, len(fired), window)
-        steps = np.diff(starts, append=len(fired))
-        rates = np.add.reduceat(fired, starts, axis=0) / steps[:, None]
-        edges = np.append(starts, len(fired)) * length(dt)
-        mesh = ax.pcolormesh(edges, np.arange(fired.shape[1] + 1) - 0.5, rates.T, cmap=cmap)
+        starts = np.arange(0, len(values), window)
+        steps = np.diff(starts, append=len(values))
+        rates = np.add.reduceat(values, starts, axis=0) / steps[:, None]
+        edges = np.append(starts, len(values)) * length(dt)
+        mesh = ax.pcolormesh(edges, np.arange(values.shape[1] + 1) - 0.5, rates.T, cmap=cmap)
         ax.set(xlabel=_time_unit(dt), ylabel="neuron")
         _whole_numbers(ax.yaxis)
-    mesh.set_clim(0.0, float(rates.max()) or _rate(dt))
+    mesh.set_clim(*_range(rates, _rate(dt)))
     ax.figure.colorbar(mesh, ax=ax, label=_rate_unit(dt), pad=0.02)
     return ax
 
@@ -322,6 +326,11 @@ def _rate_unit(dt: float | None) -> str:
 def _rate(dt: float | None) -> float:
     """From spikes per step to the unit of a rate."""
     return 1.0 if dt is None else 1000.0 / length(dt)
+
+
+def _range(rates: numpy.ndarray, alone: float) -> tuple[float, float]:
+    """From 0 to the highest rate, or to `alone` where none is above; from the lowest if that is below 0."""
+    return min(0.0, float(rates.min())), max(0.0, float(rates.max())) or alone
 
 
 def _time_axis(ax: Axes, steps: int, dt: float | None) -> None:

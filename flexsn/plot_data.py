@@ -79,6 +79,16 @@ def spikes_of(found: numpy.ndarray, what: str) -> numpy.ndarray:
     return found != 0
 
 
+def counts_of(found: numpy.ndarray, what: str) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """How many spikes there are, float64 (3 are three spikes of a step), and where there is one."""
+    import numpy as np
+
+    fired = spikes_of(found, what)
+    if endless := int(np.isinf(found).sum()):
+        raise PictureError(f"{what} draws rates, and {endless} of {found.size} values are infinite")
+    return found.astype(float), fired
+
+
 def same(found: numpy.ndarray, like: numpy.ndarray, name: str) -> numpy.ndarray:
     if found.shape != like.shape:
         raise PictureError(f"`{name}` is {list(found.shape)} but the membrane is {list(like.shape)}")

@@ -175,6 +175,42 @@ def test_heat_map_by_place(ax):
         plot.heat_map(torch.zeros(4, 1, 2, 3), ax=ax)
 
 
+def several_spikes():
+    """Neurons at 3 and at 1 per step, one silent, one whose signed spikes cancel, and one below 0."""
+    spikes = torch.zeros(10, 5)
+    spikes[:, 0], spikes[::2, 1], spikes[::2, 3], spikes[1::2, 3], spikes[:, 4] = 3.0, 2.0, 1.0, -1.0, -1.0
+    return spikes
+
+
+@pytest.mark.parametrize("dt, unit", [(None, 1.0), (2.0, 500.0)])
+def test_several_spikes_of_a_step_are_counted(ax, dt, unit):
+    spikes = several_spikes()
+    plot.rate_histogram(spikes, ax=ax, bins=4, dt=dt)
+    assert [bar.get_height() for bar in ax.patches] == [1, 2, 1, 1]  # from -1 to 3
+    assert ax.lines[0].get_xdata()[0] == pytest.approx(0.6 * unit)
+    assert ax.texts[0].get_text() == f"mean {0.6 * unit:.3g}, silent 20%"
+    by_time, by_place = plot.heat_map(spikes, window=10, dt=dt), plot.heat_map(spikes[:, None], dt=dt)
+    for mesh in (*by_time.collections, *by_place.images):
+        np.testing.assert_allclose(np.ravel(mesh.get_array()), np.array([3.0, 1.0, 0.0, 0.0, -1.0]) * unit)
+        assert mesh.get_clim() == (-unit, 3 * unit)
+    rate = flexsn.monitor(model := torch.nn.Identity(), layers=[""])
+    with rate:
+        model(spikes[:, None])
+    assert rate[""].rate * unit == pytest.approx(ax.lines[0].get_xdata()[0])
+
+
+def test_several_spikes_of_a_step_are_one_bar(ax):
+    assert len(segments(plot.raster(several_spikes(), ax=ax))) == 10 + 5 + 10 + 10
+    plot.traces(torch.rand(10, 5), several_spikes(), ax=plt.subplots()[1])
+
+
+@pytest.mark.parametrize("draw", [plot.rate_histogram, plot.heat_map])
+def test_rates_are_finite(draw, ax):
+    with pytest.raises(PictureError, match=f"^{draw.__name__} draws rates, and 1 of 10 values are infinite"):
+        draw(torch.tensor([[0.0] * 9 + [float("inf")]]), ax=ax)
+    assert not ax.has_data()
+
+
 # --- surrogates ---------------------------------------------------------------------------------------------------------------
 def test_surrogate_curves_are_step_and_gradient(ax):
     plot.surrogate_curves({"one": surrogate.atan, "two": surrogate.gaussian}, ax=ax, span=2.0, points=81)
