@@ -398,7 +398,12 @@ def break_graph(reason: str) -> None:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Made by `torch.compile(module)`, or after `module.compile()`."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # 2.13
+    return is_optimized_module(module) or module._compiled_call_impl is not None  # 2.13
+
+
+def is_optimized_module(module: torch.nn.Module) -> bool:
+    """Made by `torch.compile(module)`."""
+    return hasattr(module, "_orig_mod")  # 2.13
 
 
 def outside_dynamo(reason: str) -> Callable[[Callable], Callable]:

@@ -258,6 +258,11 @@ def _after_call(record: LayerRecord, common: str, module: nn.Module, inputs: Any
     record.see(first, _states_after_call(record, module), 1 if (_mode(module) or common) == "s" else 2)
 
 
+def watches(hook: Any) -> bool:
+    """Whether a forward hook is a monitor's."""
+    return isinstance(hook, partial) and hook.func is _after_call
+
+
 def _states_after_call(record: LayerRecord, module: nn.Module) -> dict[str, Tensor]:
     if isinstance(module, FlexSN):
         new = slice(-1, None) if module.step_mode == "s" else slice(None)  # a converted node of SpikingJelly adds up single steps

@@ -8,6 +8,7 @@ import torch
 from graphs import B, T, affine, assert_spikes, f64, full, lif
 from loaded_peers import nir
 from torch import nn
+from torch.nn.utils import prune
 
 import flexsn
 from flexsn.errors import InterchangeError
@@ -229,6 +230,30 @@ def test_single_step_models():
     assert flexsn.to_nir(net, torch.rand(B, 4)).nodes["1"].tau.shape == (3,)
 
 
+# --- weights that hooks set -------------------------------------------------------------------------------------------------
+def pruned(layer):
+    return prune.l1_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.parametrize("change", [pruned, nn.utils.weight_norm, nn.utils.spectral_norm], ids=["pruned", "weight norm", "spectral norm"])
+@pytest.mark.filterwarnings("ignore:.*(weight|spectral)_norm.*is deprecated:FutureWarning")
+def test_weights_are_written_as_they_are_after_the_last_optimizer_step(change):
+    torch.manual_seed(0)
+    net = nn.Sequential(change(nn.Linear(8, 8)), flexsn.LIF(v_threshold=0.05, backend="torch"))
+    optimizer = torch.optim.SGD(net.parameters(), lr=5.0)
+    x = 3.0 * torch.randn(T, B, 8)
+    net(x).mean().backward()
+    stale = net[0].weight.detach().clone()
+    optimizer.step()
+    net.eval()  # a spectral norm goes on with its iteration in training
+    flexsn.reset_net(net)
+    graph = flexsn.to_nir(net, x)
+    want = net(x)
+    assert not torch.equal(torch.tensor(graph.nodes["0"].weight), stale)
+    np.testing.assert_array_equal(graph.nodes["0"].weight, net[0].weight.detach())
+    assert_spikes(flexsn.from_nir(graph, backend="torch")(x), want)
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------------
 def custom(x, v):
     return x + v, v * 0.5
@@ -259,6 +284,19 @@ OUT = {
     "a start that is computed": (lambda: flexsn.IF(initial_states=lambda x: [x[0]]), r"`1` \(IF\).*starts at `v_reset`"),
     "soft reset": (lambda: flexsn.LIF(v_reset=None), r"`1` \(LIF\).*soft reset"),
     "no reset": (lambda: flexsn.LIF(v_reset="never"), "never"),
+    "several spikes": (
+        lambda: flexsn.LIF(surrogate=flexsn.surrogate.multi_level_spike_count(max_spike_count=3)),
+        r"`1` \(LIF\): has spikes of 3 at a distance of 3 to the threshold; NIR's are 0 or 1",
+    ),
+    "scaled": (lambda: flexsn.IF(surrogate=lambda h: 2.0 * flexsn.surrogate.atan(h)), "has spikes of 2 .* NIR's are 0 or 1"),
+    "smooth": (lambda: flexsn.CubaLIF(surrogate=torch.sigmoid), "has spikes of 0.953 at a distance of 3 .* NIR's are 0 or 1"),
+    "half at the threshold": (
+        lambda: flexsn.IF(surrogate=lambda h: torch.heaviside(h, torch.tensor(0.5))),
+        "has spikes of 0.5 at a .* of 0 ",
+    ),
+    "another threshold": (lambda: flexsn.IF(surrogate=lambda h: flexsn.surrogate.atan(h - 0.2)), "has spikes of 0 at a distance of 0.1 "),
+    "below": (lambda: flexsn.IF(surrogate=lambda h: torch.sign(h)), "has spikes of -1 at a distance of -3 "),
+    "a threshold that counts": (lambda: Threshold(torch.ones(4), torch.relu), r"`1` \(Threshold\): has spikes of 3 .* NIR's are 0 or 1"),
     "core": (lambda: flexsn.FlexSN(custom, num_states=1), r"`1` \(FlexSN\): NIR has no primitive for the core `custom`"),
     "batch norm": (lambda: nn.BatchNorm1d(4), "Fold it"),
     "max pool": (lambda: PerStep(nn.MaxPool2d(2), 3), "MaxPool2d"),
@@ -276,6 +314,82 @@ def test_what_nir_cannot_say_is_refused(name):
         flexsn.to_nir(nn.Sequential(nn.Identity(), make()), torch.rand(T, B, 4))
     error = raised.value
     assert str(error) == "\n  ".join(filter(None, [error.reason, error.hint]))  # nothing of torch.fx
+
+
+def test_every_surrogate_that_steps_is_taken():
+    def of_differences(h):  # which rounds
+        smooth = torch.sigmoid(3.7 * h)
+        return smooth + (flexsn.surrogate.atan(h) - smooth).detach()
+
+    others = {"custom_surrogate", "poisson_pass", "SSO", "multi_level_spike_count"}  # which want more than x, or count
+    spikes = [getattr(flexsn.surrogate, name) for name in flexsn.surrogate.__all__ if name not in others]
+    spikes += [of_differences, flexsn.surrogate.atan(alpha=torch.rand(4) + 1.0)]
+    for spike in spikes:
+        graph = flexsn.to_nir(nn.Sequential(flexsn.LIF(surrogate=spike), Threshold(torch.ones(4), spike)), torch.rand(T, B, 4))
+        assert list(graph.nodes) == ["input", "0", "1", "output"]
+
+
+def doubled(module, inputs, output=None):
+    return (2.0 * inputs[0],) if output is None else 2.0 * output
+
+
+def wrap(module):
+    inner = module.forward
+    module.forward = lambda x: inner(2.0 * x)
+
+
+CALLS = {  # what is done to a module, and what is said of it
+    "forward hook": (lambda m: m.register_forward_hook(doubled), r"has the hook `doubled`; NIR has no place"),
+    "pre-hook": (lambda m: m.register_forward_pre_hook(doubled), r"has the hook `doubled`; NIR has no place"),
+    "own forward": (wrap, r"has a `forward` of its own on the instance; NIR has no place"),
+}
+PLACES = {  # `get_submodule`'s name, and how it is called
+    "layer": ("0.0", r"`0\.0` \(Linear\): "),
+    "container": ("0", r"`0` \(Sequential\): "),
+    "neuron": ("1", r"`1` \(LIF\): "),
+    "layer per step": ("2.module", r"`2\.module` \(Conv1d\): "),
+    "model": ("", r"the model \(Sequential\): "),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_call_runs_beside_the_layers_is_refused(call, place):
+    (change, message), (name, called) = CALLS[call], PLACES[place]
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), flexsn.LIF(), PerStep(nn.Conv1d(B, 2, 3), 2))
+    x = torch.rand(T, 1, B, 4)
+    net[0][0].register_full_backward_hook(lambda *_: None)  # which a forward does not run
+    change(net.get_submodule(name))
+    with pytest.raises(InterchangeError, match=called + message):
+        flexsn.to_nir(net, x)
+
+
+def test_compiled_and_lazy_models_are_told_what_to_do():
+    x = torch.rand(T, B, 4)
+    with pytest.raises(InterchangeError, match=r"the model \(OptimizedModule\): is compiled[\s\S]*given to `torch.compile`"):
+        flexsn.to_nir(torch.compile(nn.Linear(4, 3), backend="eager"), x)
+    with pytest.raises(InterchangeError, match=r"`0` \(LazyLinear\): has no weights yet[\s\S]*Call the model once"):
+        flexsn.to_nir(nn.Sequential(nn.LazyLinear(3)), x)
+
+
+@pytest.mark.parametrize("layers", [None, ["0.0"], ["0"], [""]], ids=str)
+def test_a_monitor_may_be_on_and_does_not_count(layers):
+    net, x = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), flexsn.LIF()), torch.rand(T, B, 4)
+    want = flexsn.to_nir(net, x)
+    with flexsn.monitor(net, layers=layers) as seen:
+        got = flexsn.to_nir(net, x)
+    assert got.edges == want.edges and [record.calls for record in seen.layers.values()] == [0]
+    assert all(np.array_equal(value, numbers_of(want)[name]) for name, value in numbers_of(got).items())
+
+
+def test_a_sequence_for_a_model_of_single_steps():
+    x = torch.rand(T, B, 4)
+    with pytest.raises(
+        InterchangeError, match=r"`0` \(Linear\).*\n.*The neurons take single steps, so the sample must be `\[B, \*shape\]`"
+    ):
+        flexsn.to_nir(nn.Sequential(nn.Linear(4, 3), flexsn.LIF(step_mode="s")), x)
+    with pytest.raises(InterchangeError, match=r"`1` \(IF\): takes single steps, and is called with a sequence"):
+        flexsn.to_nir(nn.Sequential(flexsn.LIF(), flexsn.IF(step_mode="s")), x)
 
 
 def test_what_is_no_model_and_no_sample():

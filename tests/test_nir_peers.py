@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from graphs import B, T, affine, assert_spikes, cuba_lif, f64, full, lif, loop
-from loaded_peers import layer, neuron, nir, norse, snn, snn_utils
+from loaded_peers import layer, neuron, nir, norse, snn, snn_utils, surrogate
 from torch import nn
+from torch.nn.utils import prune
 
 import flexsn
 from flexsn.errors import InterchangeError
@@ -47,6 +48,22 @@ def test_graphs_that_spikingjelly_writes():
     net, x = jelly(), 10.0 * torch.rand(T, B, 2, 8, 8, dtype=f64)
     graph = spikingjelly_to_nir(net, x)
     assert_spikes(flexsn.from_nir(graph, dtype=f64, backend="torch")(x), net(x))
+
+
+def test_converted_neurons_with_smooth_spikes_are_refused():
+    net = nn.Sequential(neuron.LIFNode(step_mode="m", surrogate_function=surrogate.ATan(spiking=False)))
+    flexsn.convert(net)
+    with pytest.raises(InterchangeError, match=r"has spikes of 0\.966 .* NIR's are 0 or 1"):
+        flexsn.to_nir(net, torch.rand(T, B, 4))
+
+
+def test_a_pruned_time_constant_is_written_as_it_is_now():
+    net = flexsn.convert(neuron.ParametricLIFNode(step_mode="m"), backend="torch").model
+    prune.identity(net.core, "w")
+    with torch.no_grad():
+        net.core.w_orig.fill_(-2.0)
+    graph = flexsn.to_nir(net, torch.rand(T, B, 4), dt=1.0)
+    np.testing.assert_allclose(graph.nodes["spikingjellyneuron"].tau, 1.0 + np.exp(2.0), rtol=1e-6)
 
 
 def test_converted_spikingjelly_networks_are_written_as_spikingjelly_writes_them():

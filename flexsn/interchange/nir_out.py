@@ -16,11 +16,12 @@ from torch import Tensor, fx, nn
 
 from ..errors import InterchangeError
 from ..module import FlexSN
+from .calls import check_calls, set_weights
 from .describe import array, check_start, described, to_fields
 from .layers import Delay, PerStep, Scale, SumPool2d, Threshold
 from .network import NIRNetwork
 from .nir_in import DT, checked_dt, numbers, the_nir
-from .surrogates import spikes_at_threshold
+from .surrogates import no_step, spikes_at_threshold
 
 
 @dataclass
@@ -52,15 +53,16 @@ def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -
     Args:
         model: layers of PyTorch (Linear, Conv1d, Conv2d, Flatten, AvgPool2d, and LPPool2d of norm 1) and neurons: `flexsn.IF`,
             `LIF`, `LeakyIntegrator`, `CubaLIF`, `CubaLI`, what `convert` made of those of other libraries, what `from_nir`
-            made. Dropout and Identity are passed over. Branches may be added, and time be folded into the batch.
+            made. Dropout and Identity are passed over. Branches may be added, and time be folded into the batch. Hooks that set
+            weights (pruning, the old `weight_norm` and `spectral_norm`) run before a layer is written; no other may be there.
         sample_input: `[T, B, *shape]`, or `[B, *shape]` if the model's neurons take single steps; its values do not matter.
         dt: length of a step in seconds; by default that of the network that `from_nir` made, else 1e-4. It is written to
             `graph.metadata["dt"]`, and the dtype of the parameters to `graph.metadata["dtype"]`; a neuron that spikes at
             `v >= v_threshold`, which NIR cannot say, has `metadata["inclusive"]`. `from_nir` reads these.
 
     Raises:
-        InterchangeError: a layer or neuron that NIR does not have (a soft reset and `initial_states` among them); the message
-            names it.
+        InterchangeError: a layer or neuron that NIR does not have (a soft reset, `initial_states`, and spikes other than 0 and 1
+            among them), or one with a hook or a `forward` of its own; the message names it.
         ImportError: the package `nir` is missing.
     """
     nir = the_nir()
@@ -70,7 +72,7 @@ def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -
     dtype = _dtype(model, sample_input)
     neurons = [m for m in model.modules() if isinstance(m, FlexSN) and not isinstance(m, Delay)]
     leading = 1 if neurons and all(m.step_mode == "s" for m in neurons) else 2
-    writer = Writer(nir, dt)
+    writer = Writer(nir, dt, single=leading == 1)
     sample = sample_input if dtype is None else sample_input.to(dtype)
     signal = Signal(sample, (writer.put("input", nir.Input(_sizes(sample.shape[leading:])), ()),), leading)
     with torch.no_grad():
@@ -88,6 +90,7 @@ def _check(model: Any, sample_input: Any) -> None:
         raise InterchangeError(f"to_nir takes a module, not {what}", hint="A function is the forward of a module.")
     if not isinstance(sample_input, Tensor):
         raise InterchangeError(f"sample_input must be a tensor, not a {type(sample_input).__name__}")
+    check_calls(model)
 
 
 def _dtype(model: nn.Module, sample_input: Tensor) -> torch.dtype | None:
@@ -129,6 +132,10 @@ def _is_leaf(module: nn.Module) -> bool:
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return _is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Without hooks: those that are left are a monitor's, which looks at values."""
+        return super().call_module(m, m.forward, args, kwargs)
 
 
 class _Run(fx.Interpreter):
@@ -184,10 +191,14 @@ def _add(a: Signal, b: Signal) -> Signal:
 
 
 class Writer:
-    """Nodes and edges so far."""
+    """Nodes and edges so far.
 
-    def __init__(self, nir: Any, dt: float):
-        self.nir, self.dt = nir, dt
+    Attributes:
+        single: the neurons take single steps, and so does the model.
+    """
+
+    def __init__(self, nir: Any, dt: float, *, single: bool):
+        self.nir, self.dt, self.single = nir, dt, single
         self.nodes: dict[str, Any] = {}
         self.edges: list[tuple[str, str]] = []
         self.used: set[int] = set()
@@ -209,13 +220,14 @@ class Writer:
             return self.folded(name, inner, x)
         if isinstance(module, nn.Flatten):
             return self.flatten(name, module.start_dim, module.end_dim, x)
+        set_weights(module)
         try:
             if isinstance(module, FlexSN):
                 return self.neuron(name, module, x)
             node = self.layer(module, x)
         except InterchangeError as error:
             raise InterchangeError(f"`{name}` ({type(module).__name__}): {error.reason}", hint=error.hint) from None
-        y = module(x.value)
+        y = module.forward(x.value)  # no call: hooks that set weights ran, and a monitor's need not
         return Signal(y, (self.put(name, node, x.sources, tuple(y.shape[x.leading :])),), x.leading)
 
     def folded(self, name: str, modules: list[nn.Module], x: Signal) -> Signal:
@@ -228,7 +240,9 @@ class Writer:
     def neuron(self, name: str, neuron: FlexSN, x: Signal) -> Signal:
         if id(neuron) in self.used:
             raise InterchangeError("is called twice; its states would be those of two nodes")
-        if x.leading != (2 if neuron.step_mode == "m" else 1):
+        if x.leading == 2 and neuron.step_mode == "s":
+            raise InterchangeError("takes single steps, and is called with a sequence", hint='Set its `step_mode = "m"`.')
+        if x.leading == 1 and neuron.step_mode == "m":
             raise InterchangeError("is called with time folded into the batch")
         self.used.add(id(neuron))
         if isinstance(neuron, Delay):
@@ -242,8 +256,15 @@ class Writer:
         return Signal(x.value, (self.put(name, node, x.sources),), x.leading)
 
     def mark(self, node: Any, spike: Any, x: Signal) -> None:
-        """NIR's neurons spike above the threshold alone."""
-        if spike is not None and spikes_at_threshold(spike, x.value.device):
+        """NIR's neurons spike above the threshold alone, by 1."""
+        if spike is None:
+            return
+        if (found := no_step(spike, x.value.device)) is not None:
+            raise InterchangeError(
+                f"has spikes of {found[1]:.3g} at a distance of {found[0]:g} to the threshold; NIR's are 0 or 1",
+                hint="Its surrogate must give 0 below the threshold and 1 above it.",
+            )
+        if spikes_at_threshold(spike, x.value.device):
             node.metadata["inclusive"] = True
 
     def flatten(self, name: str, start: int, end: int, x: Signal) -> Signal:
@@ -261,7 +282,8 @@ class Writer:
         nir = self.nir
         if isinstance(module, nn.Linear):
             if len(x.step) != 1:
-                raise InterchangeError(f"acts on the last dim of steps {list(x.step)}; NIR's take vectors", hint="Flatten first.")
+                alone = "The neurons take single steps, so the sample must be `[B, *shape]`, no sequence. " if self.single else ""
+                raise InterchangeError(f"acts on the last dim of steps {list(x.step)}; NIR's take vectors", hint=f"{alone}Flatten first.")
             weight = array(module.weight)
             return nir.Linear(weight) if module.bias is None else nir.Affine(weight, array(module.bias))
         if isinstance(module, nn.Conv1d | nn.Conv2d):

@@ -40,6 +40,21 @@ def spikes_at_threshold(spike: Spike, device: torch.device) -> bool:
     return bool((spike(torch.zeros(1, device=device)) > 0).any())
 
 
+@torch.no_grad()
+def no_step(spike: Spike, device: torch.device) -> tuple[float, float] | None:
+    """A distance to the threshold and what it gives there, where that is not 0 below and 1 above."""
+    for x in _DISTANCES:
+        y = torch.as_tensor(spike(torch.full((1,), x, device=device))).double()
+        off = torch.minimum(y.abs(), (y - 1.0).abs()) if x == 0.0 else (y - float(x > 0.0)).abs()
+        wrong = y[~(off < 1e-5)]  # a step made of differences may be off by rounding
+        if wrong.numel():
+            return x, wrong.flatten()[0].item()
+    return None
+
+
+_DISTANCES = (*(sign * size for size in (3.0, 1.0, 0.75, 0.5, 0.25, 0.1, 1e-2, 1e-3) for sign in (1.0, -1.0)), 0.0)
+
+
 def _above(spike: Spike, x: Tensor) -> Tensor:
     return spike(x) - (x == 0).to(x.dtype)
 
