@@ -6,10 +6,12 @@ import pickle
 import pytest
 import torch
 from conversions import B, T, assert_same, each, jelly, looped, whole
-from loaded_peers import base, functional, layer, neuron, snn, surrogate
+from loaded_peers import base, functional, layer, neuron, norse, snn, surrogate
 from torch import nn
+from torch.nn.utils import parametrize
 
 import flexsn
+from flexsn.errors import InterchangeError
 from flexsn.interchange import peer_spikingjelly
 
 # --- SpikingJelly ---------------------------------------------------------------------------------------------------------
@@ -201,6 +203,69 @@ def test_hooks_are_not_lost():
     net[1].register_forward_hook(lambda *_: None)
     report = flexsn.convert(net)
     assert type(net[1]) is neuron.IFNode and "hooks" in report.left[0].outcome
+
+
+def tripled(forward):
+    return lambda x, *state: forward(3.0 * x, *state)
+
+
+OWN = {  # a neuron, the method that is set on the instance, and how a sequence is run
+    "spikingjelly": (lambda: neuron.LIFNode(step_mode="m"), "forward", whole),
+    "its step": (lambda: neuron.LIFNode(step_mode="m"), "multi_step_forward", whole),
+    "snntorch": (lambda: snn.Leaky(beta=0.9, init_hidden=True), "forward", looped),
+    "norse": (norse.LIF, "forward", lambda net, x: net(x)[0]),
+    "norse cell": (lambda: norse.Lift(norse.LIFCell()), "lifted_module.forward", lambda net, x: net(x)[0]),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_methods_of_an_instance_are_not_lost(name):
+    make, path, run = OWN[name]
+    net, plain, x = nn.Sequential(make()), nn.Sequential(make()), torch.rand(T, B, 4)
+    holder = net.get_submodule(".".join(["0", *path.split(".")[:-1]]))
+    method = path.split(".")[-1]
+    setattr(holder, method, tripled(getattr(holder, method)))
+    before, kind = net[0], type(net[0])
+    report = flexsn.convert(net)
+    assert net[0] is before and type(net[0]) is kind and not report.replaced
+    assert f"has a `{method}` of its own on the instance, which would be lost" in report.left[0].outcome
+    assert not torch.equal(run(net, x), run(plain, x))
+
+
+def test_hooks_of_a_lifted_cell_are_not_lost():
+    net = norse.SequentialState(norse.Lift(norse.LIFCell()))
+    net[0].lifted_module.register_forward_hook(lambda *_: None)
+    report = flexsn.convert(net)
+    assert not report.replaced and all("hooks" in entry.outcome for entry in report.left)
+
+
+class Halved(nn.Module):
+    def forward(self, w):
+        return 0.5 * w
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(neuron.ParametricLIFNode, "w"), (lambda: snn.Leaky(beta=0.9, learn_beta=True), "beta")], ids=["sj", "snn"]
+)
+def test_parametrized_neurons_are_left_alone(make, name):
+    old = make()
+    parametrize.register_parametrization(old, name, Halved())
+    report = flexsn.convert(nn.Sequential(old))
+    assert "has parametrizations; take them off, and register them on its `core`" in report.left[0].outcome
+    parametrize.remove_parametrizations(old, name)
+    net = flexsn.convert(old, backend="torch").model
+    before = getattr(net, name).detach().clone()
+    parametrize.register_parametrization(net.core, name, Halved())
+    assert torch.equal(getattr(net, name), 0.5 * before)
+
+
+def test_dropout_of_spikingjelly_is_no_neuron():
+    net = nn.Sequential(layer.Linear(4, 7), layer.Dropout(0.5), neuron.IFNode(), layer.Dropout2d(0.5))
+    assert str(flexsn.convert(net)).startswith("converted 1 of 1 neurons") and isinstance(net[1], layer.Dropout)
+    with pytest.raises(InterchangeError, match=r"`1` \(Dropout\) stays as it is, and takes single steps"):
+        flexsn.convert(nn.Sequential(neuron.IFNode(), layer.Dropout(0.5)), step_mode="m")
+    with pytest.raises(TypeError, match="holds no neuron"):
+        flexsn.convert(layer.Dropout(0.5))
 
 
 def test_a_node_within_a_container_keeps_its_mode():

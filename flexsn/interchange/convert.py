@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import ArgumentError, InterchangeError
 from ..module import FlexSN
-from .swap import LeaveAlone, Swapped
+from .swap import LeaveAlone, NoNeuron, Swapped, check_plain
 
 _PEERS = {"spikingjelly": "peer_spikingjelly", "snntorch": "peer_snntorch", "norse": "peer_norse"}
 
@@ -126,13 +126,14 @@ class _Search:
     def swap(self, module: nn.Module, place: str, peer: Any, step_mode: str | None) -> bool:
         before = type(module).__name__
         try:
-            if any(getattr(module, name) for name in _HOOKS):
-                raise LeaveAlone("has hooks, which would be lost; register them after the conversion")
+            check_plain(module)
             made = peer.replace(module, self.backend, step_mode)
         except LeaveAlone as reason:
-            self.report.left.append(Entry(place, before, str(reason)))
+            entry = Entry(place, before, str(reason))
             if step_mode not in (None, peer.takes(module)):
-                raise _stays(self.report.left[-1], peer.takes(module), step_mode) from None
+                raise _stays(entry, peer.takes(module), step_mode) from None
+            if not isinstance(reason, NoNeuron):
+                self.report.left.append(entry)
             return False
         self.report.replaced.append(Entry(place, before, made.summary()))
         self.made[id(module)] = module, made
@@ -147,6 +148,3 @@ def _stays(entry: Entry, takes: str, asked: str | None) -> InterchangeError:
         hint="Nothing was changed. Convert without `step_mode`, and call the model as before; or convert the parts around this neuron. "
         "(A neuron of SpikingJelly has a `step_mode` of its own that can be set first.)",
     )
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import InterchangeError
 from .describe import Described
-from .swap import LeaveAlone, Swapped, check_fuses
+from .swap import LeaveAlone, Swapped, check_fuses, check_plain
 
 
 def leaves(state: Any) -> Iterator[Tensor]:
@@ -123,9 +123,10 @@ def replace(neuron: Any, backend: str, step_mode: str | None) -> Swapped:
     """The flexsn neuron for a cell, a layer, or a lifted cell.
 
     Raises:
-        LeaveAlone: it is recurrent, or its step does not fuse.
+        LeaveAlone: it is recurrent, its cell was changed on the instance, or its step does not fuse.
     """
     cell = neuron.lifted_module if isinstance(neuron, Lift) else neuron
+    check_plain(cell)
     if isinstance(cell, SNNRecurrent | SNNRecurrentCell):
         raise LeaveAlone("its recurrent weights mix neurons at every step")
     if type(cell).forward not in (SNN.forward, SNNCell.forward):

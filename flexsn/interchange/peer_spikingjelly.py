@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..module import FlexSN
 from .describe import Described
 from .surrogates import from_spikingjelly
-from .swap import LeaveAlone, Swapped, check_fuses, keep
+from .swap import LeaveAlone, NoNeuron, Swapped, check_fuses, keep
 
 
 class Node(nn.Module):
@@ -334,6 +334,8 @@ def _core_of(kind: type) -> type[nn.Module]:
         if getattr(kind, MULTI_STEP) is not base.MemoryModule.multi_step_functional_forward:
             raise LeaveAlone(f"over sequences SpikingJelly runs the step of {theirs.__name__}, not the one that it defines")
         return OwnStep
+    if issubclass(theirs, layer.Dropout | layer.DropConnectLinear):
+        raise NoNeuron("keeps a mask from step to step")
     if issubclass(theirs, PARALLEL):
         raise LeaveAlone("mixes time steps: its output at a step is a learned sum over the inputs of several")
     if theirs not in CORES:

@@ -6,16 +6,39 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..capture import Meta
 from ..compile import program_for
 from ..errors import CannotFuseError, InterchangeError
 from ..module import FlexSN
 from ..signature import core_name, make_signature
+from .calls import own_functions
 
 
 class LeaveAlone(Exception):
     """Why a neuron is not converted."""
+
+
+class NoNeuron(LeaveAlone):
+    """A layer that stands among the library's neurons, and is none: no report counts it."""
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def check_plain(module: nn.Module) -> None:
+    """What a neuron computes is what its class says: a replacement knows nothing else.
+
+    Raises:
+        LeaveAlone: it has hooks, methods of its own on the instance, or parametrizations.
+    """
+    if any(getattr(module, name) for name in _HOOKS):
+        raise LeaveAlone("has hooks, which would be lost; register them after the conversion")
+    if own := own_functions(module):
+        raise LeaveAlone(f"has a `{own[0]}` of its own on the instance, which would be lost")
+    if parametrize.is_parametrized(module):
+        raise LeaveAlone("has parametrizations; take them off, and register them on its `core` after the conversion")
 
 
 def keep(core: nn.Module, source: nn.Module, *names: str) -> None:
