@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .capture import Meta, Trace, trace
-from .errors import CoreError, NotElementwiseError, StateMismatchError, UnsupportedOpError
+from .errors import CoreError, NotElementwiseError, UnsupportedOpError
 from .graph import HALF
-from .signature import Signature, broadcasts, noting_default_states, step_shape
+from .signature import Signature, broadcasts, noting_default_states, state_mismatch, step_shape
 
 Record = Callable[..., Trace]  # `trace` of one core on one device
 
@@ -162,11 +162,8 @@ def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_ou
         break
     changed = [(n, a, b) for n, a, b in zip(sig.state_names, old, new, strict=True) if a != b]
     name, before, after = changed[0]
-    raise StateMismatchError(
-        f"state `{name}` goes in as {before} and comes back as {after}", core=sig.core,
-        line=recorded.returns[-1].meta.get("line"),
-        hint="A state keeps its shape and dtype from step to step; start it as what the core returns, or convert inside the core.",
-    )  # fmt: skip
+    was_given = states[sig.state_names.index(name)] is not None
+    raise state_mismatch(sig, name, before, after, was_given, recorded.returns[-1].meta.get("line"))
 
 
 def _check_shapes_read(sig: Signature, recorded: Trace, step: tuple[int, ...]) -> None:

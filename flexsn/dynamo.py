@@ -392,7 +392,12 @@ def _follow(thing: Any, *names: str) -> Any:
 
 def _signature(core: Any, counts: tuple[int, int, int]) -> Signature:
     """With the names of the function behind Dynamo's variable, where there is one."""
+    from torch._dynamo.variables.base import VariableTracker  # 2.11, 2.13
+
+    bound = 0
+    while isinstance(inner := getattr(core, "func", None), VariableTracker):  # a partial
+        core, bound = inner, bound + len(getattr(core, "args", ()))
     fn = next((f for a in ("fn", "value") if callable(f := getattr(core, a, None))), None)
-    names = [n for n in positional_names(fn)[0] if n != "self"] if fn else []
+    names = [n for n in positional_names(fn)[0] if n != "self"][bound:] if fn else []
     names = [*names, *(f"operand{k}" for k in range(len(names), sum(counts)))][: sum(counts)]
     return Signature(core_name(fn) if fn else "core", *counts, tuple(names))

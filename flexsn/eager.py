@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .errors import OperandMutationError, ReturnTypeError, StateMismatchError
+from .errors import OperandMutationError, ReturnTypeError
 from .graph import HALF
 from .run import upcast
-from .signature import Signature, broadcasts, check_returns, check_values, noting_default_states, step_shape
+from .signature import Signature, broadcasts, check_returns, check_values, noting_default_states, state_mismatch, step_shape
 
 
 def eager_loop(
@@ -84,7 +84,7 @@ def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Ten
                 returned = check_returns(sig, core(*step, *current, *params), num_outputs)
         except RuntimeError:
             if first is not None:  # it took zeros, but not the shape that it returned for them
-                _check_shapes(sig, *first)
+                _check_shapes(sig, *first, states)
             raise
         check_values(sig, returned, step[0].device)
         new = returned[len(returned) - sig.num_states :]
@@ -98,7 +98,7 @@ def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Ten
                 current[i] = before.expand(after.shape)
     else:
         assert first is not None
-        _check_states(sig, *first)
+        _check_states(sig, *first, states)
     return returned, current
 
 
@@ -110,18 +110,16 @@ def _check_outputs(sig: Signature, first: Sequence[Tensor], now: Sequence[Tensor
         )  # fmt: skip
 
 
-def _check_shapes(sig: Signature, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+def _check_shapes(sig: Signature, before: Sequence[Tensor], after: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
     if any(a.shape != b.shape for a, b in zip(before, after, strict=True)):
-        _check_states(sig, before, after)
+        _check_states(sig, before, after, given)
 
 
-def _check_states(sig: Signature, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-    for name, a, b in zip(sig.state_names, before, after, strict=True):
+def _check_states(sig: Signature, before: Sequence[Tensor], after: Sequence[Tensor], given: Sequence[Tensor | None] = ()) -> None:
+    """`given`: at the first step, the states that the call was given."""
+    for k, (name, a, b) in enumerate(zip(sig.state_names, before, after, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
-            raise StateMismatchError(
-                f"state `{name}` goes in as {_meta(a)} and comes back as {_meta(b)}", core=sig.core,
-                hint="A state keeps its shape and dtype from step to step; start it as what the core returns, or convert inside the core.",
-            )  # fmt: skip
+            raise state_mismatch(sig, name, _meta(a), _meta(b), given=k < len(given) and given[k] is not None)
 
 
 def _check_unwritten(sig: Signature, watched: Sequence[tuple[str, Tensor, int]]) -> None:

@@ -89,6 +89,10 @@ class GraphCaptureError(FlexSNError, ValueError):
     """AOTAutograd could not capture a function as a graph (`flexsn.lowlevel`), or the graph does not fit the counts."""
 
 
+class TorchScriptError(FlexSNError, RuntimeError):
+    """`torch.jit.trace`, or an exporter that stands on it, records a call."""
+
+
 class DoubleBackwardError(FlexSNError, RuntimeError):
     """A second derivative through a fused call (`create_graph=True`)."""
 

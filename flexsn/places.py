@@ -22,6 +22,10 @@ def in_subpackage(file: str) -> bool:
 class Replay(fx.Interpreter):
     """Runs a graph that another tracer made of a core; ops keep the user's lines that the graph remembers."""
 
+    def __init__(self, graph: fx.GraphModule):
+        super().__init__(graph)
+        self.extra_traceback = False  # `torch.fx` would add lines of this file to the text of an error
+
     def run_node(self, n: fx.Node) -> Any:
         before, replayed.line = replayed.line, _remembered_line(n) or replayed.line
         try:

@@ -46,6 +46,9 @@ _LAYOUT = {
     "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
 }  # fmt: skip
 
+_NEW_STATE = "What changes from step to step is a state: take it as an argument and return its new value."
+_NORM = "A batch norm in training updates its statistics: apply it to the whole sequence, in front of the neuron."
+_STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 _NEEDS_NO_STATE = "A kernel handles each neuron by itself: do this outside the core, or on params only."
 _NEEDS_A_STATE = (
     "A kernel handles each neuron by itself: do this outside the core, on its outputs. What the next step needs of it, no kernel "
@@ -210,9 +213,10 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
                 hint="Write `v = v + x`, not `v += x`.",
             )  # fmt: skip
         if id(target) in self.real or node in self.captured_nodes.values():
+            role = node.meta["role"]
             raise CapturedMutationError(
-                f"`{op_name(func)}` writes into captured tensor `{node.meta['role']}`", core=self.sig.core, line=self.line(),
-                hint="What changes from step to step is a state: take it as an argument and return its new value.",
+                f"`{op_name(func)}` writes into captured tensor `{role}`", core=self.sig.core, line=self.line(),
+                hint=_NORM if role.endswith(_STATISTICS) else _NEW_STATE,
             )  # fmt: skip
         aliased = (self.user_op is not None or not self.vjp) and self.aliased(target)  # autograd too keeps what it saved
         if target._is_view() or aliased:

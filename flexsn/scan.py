@@ -36,7 +36,7 @@ from .memory import addresses
 from .ops import TracedCall, check_backend, choose_backend
 from .pieces import in_pieces, scan_pieces
 from .reads import Reads
-from .signature import Signature, check_operands, core_name, make_signature, step_shape
+from .signature import Signature, check_operands, core_name, make_signature, step_shape, torchscript_refused
 from .sizes import Sizes, exactly, settle_sizes
 
 
@@ -230,6 +230,8 @@ def run_core(
     tune: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
+    if _compat.torchscript_records():
+        raise torchscript_refused(core)
     if disturbed():
         with undisturbed():
             return run_core(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from .errors import (
     ReturnTypeError,
     SequenceLengthError,
     ShapeMismatchError,
+    StateMismatchError,
+    TorchScriptError,
     UnsupportedDtypeError,
 )
 
@@ -91,6 +94,13 @@ def check_core(core: Any) -> None:
         raise ArgumentError("is a FlexSN; a core is a function of one step", core=core_name(core), hint="Pass `neuron.core`.")
 
 
+def torchscript_refused(core: Callable) -> TorchScriptError:
+    return TorchScriptError(
+        "is recorded by `torch.jit.trace`, which cannot hold a fused call", core=core_name(core),
+        hint="Use `torch.export.export`; for ONNX `torch.onnx.export(flexsn.decompose(program), dynamo=True)` (docs/export.md).",
+    )  # fmt: skip
+
+
 def _check_keyword_only(core: Callable) -> None:
     missing = [f"`{p.name}`" for p in _parameters(core) or () if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if missing:
@@ -143,9 +153,13 @@ def check_operands(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Te
     return inputs[0].shape[0]
 
 
+_OF_DTYPES = re.compile(r"(?i)d[_ ]?type|scalar ?type|not implemented for|float|double|half|\bbool|\bint\\d*\b|\blong\b")
+
+
 @contextlib.contextmanager
 def noting_default_states(sig: Signature, states: Sequence[Any] | None, dtype: torch.dtype) -> Iterator[None]:
-    """Add to an error of the core's own, while it runs on zeros in place of states (None) that were not given, what these are.
+    """Add to an error of the core's own about dtypes, while it runs on zeros in place of states (None) that were not given, what
+    these are.
 
     Args:
         states: as given; None once the zeros have taken what the core returns.
@@ -156,7 +170,7 @@ def noting_default_states(sig: Signature, states: Sequence[Any] | None, dtype: t
         raise
     except Exception as error:  # whatever a core raises; raised again
         names = ", ".join(f"`{name}`" for name, state in zip(sig.state_names, states or (), strict=False) if state is None)
-        if names:
+        if names and _OF_DTYPES.search(str(error)):
             error.add_note(
                 f"flexsn: zeros of {str(dtype)[6:]}, the dtype of the first input, stand in place of {names}. Where the core needs "
                 "another dtype, give a state: `states=(...)`, or `initial_states=lambda x: [torch.zeros(x.shape[1:], dtype=torch.bool)]`."
@@ -180,16 +194,30 @@ def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, 
         listed = ", ".join(f"`{n}` {list(s)}" for n, s in zip(sig.names, shapes, strict=False))
         raise ShapeMismatchError(
             f"one-step shapes do not broadcast: {listed}", core=sig.core,
-            hint="States carried over from a call of another shape need `reset()` first." if sig.num_states else None,
+            hint="States carried over from a call of another shape need `reset()` first; a neuron at two places of a network carries the "
+            "states of one to the other." if sig.num_states else None,
         ) from None  # fmt: skip
 
 
+def state_mismatch(sig: Signature, name: str, before: Any, after: Any, given: bool, line: str | None = None) -> StateMismatchError:
+    """Of a state that changes its shape or dtype in a step.
+
+    Args:
+        given: whether the caller gave it, or an earlier call left it.
+    """
+    hint = "A state keeps its shape and dtype from step to step; start it as what the core returns, or convert inside the core."
+    if given:
+        hint += "\n  States carried over from a call of another dtype (autocast, another input) need `reset()` first."
+    return StateMismatchError(f"state `{name}` goes in as {before} and comes back as {after}", core=sig.core, line=line, hint=hint)
+
+
 _RETURN = "End the core with `return *outputs, *new_states`."
+_LEAF = "A neuron is a leaf to `torch.fx`: override `is_leaf_module` of a `torch.fx.Tracer`, or use `torch.export.export`."
 _AS_TENSOR = "Make it a tensor: `torch.as_tensor(value)`."
 
 
 def not_a_tensor(what: str, value: Any, core: str) -> OperandTypeError:
-    hint = "Only states may be None: zeros." if value is None else _AS_TENSOR
+    hint = "Only states may be None: zeros." if value is None else _LEAF if isinstance(value, torch.fx.Proxy) else _AS_TENSOR
     return OperandTypeError(f"{what} must be a tensor, not {type(value).__name__}", core=core, hint=hint)
 
 

@@ -809,6 +809,21 @@ def test_a_neuron_without_state_has_no_cotangent_of_one():
     assert given == [["gy0", "gv0"], ["gy0"], ["gy0"]]
 
 
+@pytest.mark.parametrize("make", [flexsn.LIF, lambda: flexsn.LIF(tau=torch.tensor([2.0, 3.0, 4.0]), per_channel=3)])
+def test_an_error_in_a_compiled_call_has_the_names_of_the_core(make):
+    call = torch.compile(make(), backend="eager", fullgraph=True)
+    with torch.no_grad():
+        call(torch.rand(5, 4, 3))
+        with pytest.raises(flexsn.errors.ShapeMismatchError, match=r"core `lif`.*`x` \[.*, 3\], `v` \[4, 3\]"):
+            call(torch.rand(5, 5, 3))
+
+
+def test_what_makes_a_compiled_core_fall_back_is_said_without_the_graph():
+    with pytest.warns(flexsn.errors.FallbackWarning) as said:
+        torch.compile(FlexSN(lambda x, v: (x + v + torch.randn_like(x), v), num_states=1), backend="eager")(torch.rand(6, 4, 3))
+    assert "randn_like" in str(said[0].message) and "While executing" not in str(said[0].message)
+
+
 def test_a_neuron_without_state_compiles_once():
     net, x = nn.Sequential(nn.Linear(4, 8), FlexSN(relu_mem, 1, 1, stateful=False)), torch.randn(6, 3, 4)
     assert_compiles(net, *[(x * k,) for k in range(4)])

@@ -441,6 +441,37 @@ def test_a_tensor_kept_from_another_run():
         flexsn.scan(core, [X], [None], backend="cpp")
 
 
+def test_torchscript_records_no_call():
+    """A second recording crashed the process."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), flexsn.LIF())
+    for _ in range(2):
+        with warnings.catch_warnings(), pytest.raises(errors.TorchScriptError, match=r"core `lif`(.|\n)*torch\.export"):
+            warnings.simplefilter("ignore")  # that it is deprecated
+            torch.jit.trace(model, X)
+    model[1].reset()
+    assert model(X).shape == X.shape
+
+
+def test_torch_fx_is_told_of_leaves():
+    with pytest.raises(errors.OperandTypeError, match="is_leaf_module"):
+        torch.fx.symbolic_trace(torch.nn.Sequential(flexsn.LIF()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_left_by_a_call_of_another_dtype(backend):
+    neuron = flexsn.LIF(backend=backend)
+    neuron(X.bfloat16())
+    with pytest.raises(errors.StateMismatchError, match=r"bfloat16(.|\n)*need `reset\(\)` first"):
+        neuron(X)
+    error = fails(errors.StateMismatchError, lambda x, v: (x, v.float() if v.dtype is torch.float64 else v.double()), backend=backend)
+    assert "reset" not in str(error)
+
+
+def test_a_batch_norm_in_a_core():
+    norm = torch.nn.BatchNorm1d(3)
+    fails(errors.CapturedMutationError, lambda x, v: (norm(x + v), v), "norm.num_batches_tracked", "in front of the neuron")
+
+
 def test_an_error_of_the_users_own_passes_through():
     def core(x, v):
         raise KeyError("mine")
@@ -577,3 +608,7 @@ def test_a_default_state_of_another_dtype_than_the_core_takes(backend):
     (note,) = caught.value.__notes__
     assert "zeros of float32" in note and "`fired`" in note and "`v`" not in note
     flexsn.scan(refractory, [x], [torch.zeros(2), torch.zeros(2, dtype=torch.bool)], backend=backend)
+    for mistake in (lambda x, v: (torch.clamp(x, minn=0), v), lambda x, v: ([x][1], v)):  # that no dtype is part of
+        with pytest.raises((TypeError, IndexError)) as caught:
+            flexsn.scan(mistake, [x], [None], backend=backend, strict=True)
+        assert not any("zeros of" in note for note in getattr(caught.value, "__notes__", ()))

@@ -393,3 +393,10 @@ def test_one_tensor_for_two_arguments():
         assert neuron.tau_syn is neuron.tau
     with pytest.raises(ArgumentError, match="`tau_syn` is a tensor of this neuron"):
         cast.tau_syn = 3.0
+
+
+def test_a_neuron_keeps_its_core():
+    neuron = flexsn.LIF()
+    with pytest.raises(ArgumentError, match=r"LIF has a core of its own(.|\n)*flexsn\.FlexSN"):
+        neuron.core = lambda x, v: (x, v)
+    assert "tau=2.0" in repr(neuron)

@@ -1107,7 +1107,12 @@ class Counting:
         return x + v, v + 1
 
 
-DRAWN = [*map(iter, ([1.0, 2.0, 3.0], (1.0, 2.0, 3.0), {1.0: 0, 2.0: 0}, "123")), itertools.count(1.0), itertools.cycle([1.0, 2.0]), halves()]
+DRAWN = [
+    *map(iter, ([1.0, 2.0, 3.0], (1.0, 2.0, 3.0), {1.0: 0, 2.0: 0}, "123")),
+    itertools.count(1.0),
+    itertools.cycle([1.0, 2.0]),
+    halves(),
+]
 DRAWN += [map(float, range(1, 9)), zip([1.0, 2.0], strict=True), enumerate([1.0, 2.0]), io.StringIO("1\n2\n3\n")]
 
 

@@ -120,6 +120,9 @@ class Neuron(FlexSN):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Properties come first: `nn.Module` would register a parameter or a module under the name of an argument."""
+        if name == "core" and getattr(value, "keywords", {}).keys() < type(self).defaults.keys():
+            hint = "Make a neuron of the other one: `flexsn.FlexSN(core, num_states=...)`."
+            raise ArgumentError(f"{type(self).__name__} has a core of its own, whose arguments are its attributes", hint=hint)
         if isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
         else:
