@@ -152,14 +152,11 @@ def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_ou
         old = current[sig.num_inputs : sig.num_inputs + sig.num_states]
         if new == old:
             return current, recorded
-        for i, (before, after) in enumerate(zip(old, new, strict=True)):
-            given = metas[sig.num_inputs + i]
-            if given is not None and (after.dtype != given.dtype or not broadcasts(before.shape, after.shape)):
-                break
-            current[sig.num_inputs + i] = after
-        else:
-            continue
-        break
+        for i, (given, before, after) in enumerate(zip(states, old, new, strict=True)):
+            if given is None or (after.dtype == given.dtype and broadcasts(before.shape, after.shape)):
+                current[sig.num_inputs + i] = after
+        if current[sig.num_inputs : sig.num_inputs + sig.num_states] == old:
+            break
     changed = [(n, a, b) for n, a, b in zip(sig.state_names, old, new, strict=True) if a != b]
     name, before, after = changed[0]
     was_given = states[sig.state_names.index(name)] is not None

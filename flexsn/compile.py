@@ -257,7 +257,8 @@ class StaticModule:
         if self.module is None:
             return {}
         constants = _compat.under_modes(self.constants) if _compat.transformed() else self.constants
-        values = self.module(*[statics[name] for name in self.operands], *constants, *sums)
+        given = [statics[name].contiguous() for name in self.operands]  # as in the trace, which chose views by that
+        values = self.module(*given, *constants, *sums)
         return dict(zip(self.results, values, strict=True))
 
 
@@ -316,7 +317,9 @@ def program_for(
         captured: captured tensors by path.
     """
     first: dict[int, str] = {}  # a tensor under two names is one to the trace
-    statics = tuple((path, first.setdefault(id(t), path), tuple(t.shape), t.dtype, t.requires_grad) for path, t in captured.items())
+    statics = tuple(
+        (path, first.setdefault(id(t), path), tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for path, t in captured.items()
+    )
     base = (backend, reads.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype())
     exact = (*base, tuple(metas))
     with lock:

@@ -14,7 +14,9 @@ _RESERVED = frozenset(
     signed sizeof static struct switch template this throw true try typedef typeid typename uint8_t union unsigned using
     virtual void volatile wchar_t while xor i j k n N T K tile begin flexsn half bfloat16 load store std p
     def del elif except from global in is lambda tl triton math libdevice None
-    nonlocal pass raise with yield True False await async""".split()
+    nonlocal pass raise with yield True False await async
+    and_eq bitand bitor char16_t char32_t const_cast constexpr dynamic_cast not_eq or_eq reinterpret_cast static_assert static_cast
+    thread_local xor_eq""".split()
 )
 
 

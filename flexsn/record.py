@@ -131,7 +131,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             return self.track(self.evaluate(func, args, kwargs), nodes[0])
         if not kinds or kinds == {"static"}:
             return self.add(func, args, kwargs, "static", nodes)
-        if "reduced" in kinds:
+        if "reduced" in kinds or (self.in_backward and func in RULES and self.grows(nodes)):
             return self.reduced(func, args, kwargs, nodes)
         if (name in _LAYOUT or name == "aten::sum") and len(nodes) == 1:
             val, whole = self.evaluate(func, args, kwargs), nodes[0].meta["val"]
@@ -146,6 +146,14 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             return decomposed
         self.poison(func, nodes)
         return self.add(func, args, kwargs, "step", nodes)
+
+    def grows(self, nodes: list[fx.Node]) -> bool:
+        """Whether the cotangent of a smaller return broadcasts against what depends on params alone: of such a cotangent the kernel
+        holds the sum over neurons, not one value for each."""
+        moving = [n for n in nodes if n.meta["kind"] == "step"]
+        own = torch.broadcast_shapes(*[n.meta["val"].shape for n in moving])
+        whole = torch.broadcast_shapes(*[n.meta["val"].shape for n in nodes])
+        return own.numel() < whole.numel() and any(n in self.cotangents for n in _behind(moving))
 
     def cotangents_behind(self, nodes: list[fx.Node]) -> tuple[str, ...]:
         """Names of the cotangents that nodes are computed from: zeros made of them (`round` passes such on) vanish with them."""
@@ -286,6 +294,8 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
 
     # --- the VJP ------------------------------------------------------------------------------------------------------
     def differentiate(self, values: Sequence[Tensor], operands: list[Tensor], cotangents: list[fx.Node | None]) -> list[fx.Node | None]:
+        for tensor in _trained(values, [t for t, _ in self.real.values() if t.requires_grad]):
+            self.node_of(tensor)  # one that nothing but a backward may read has met no op yet
         sources = list(operands) + list(self.captured_tensors.values())
         wanted = [t for t in sources if t.requires_grad]
         given = {}
@@ -306,23 +316,25 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         """As autograd gives them. Where PyTorch lacks the derivative of all that the core returns, nothing is differentiable; where it
         lacks some, which ones a call needs is not known here."""
 
-        def grad(roots: list[int], sources: list[Tensor]) -> Sequence[Tensor | None]:
+        def grad(roots: list[int], sources: list[Tensor]) -> Sequence[Tensor | None] | RuntimeError:
             outs, cots = [values[i] for i in roots], [given[i] for i in roots]
-            return torch.autograd.grad(outs, sources, cots, allow_unused=True, retain_graph=True)
-
-        def lacking(roots: list[int], sources: list[Tensor]) -> RuntimeError | None:
             try:
-                found = grad(roots, sources)
+                return torch.autograd.grad(outs, sources, cots, allow_unused=True, retain_graph=True)
             except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):  # eager may need no gradient of what was
+                    hint = "Use the form without the underscore."
+                    raise InPlaceError("writes in place into what its gradient needs", core=self.sig.core, hint=hint) from None
                 if isinstance(error, FlexSNError) or "is not implemented" not in str(error):
                     raise
                 return error
-            return None if any(g is not None for g in found) else _NOTHING
 
-        error = lacking(list(given), wanted)
-        if error in (None, _NOTHING):
-            return grad(list(given), wanted)
-        if any(lacking([i], [source]) is None for i in given for source in wanted):
+        def there(found: Sequence[Tensor | None] | RuntimeError) -> bool:
+            return not isinstance(found, RuntimeError) and any(g is not None for g in found)
+
+        error = found = grad(list(given), wanted)
+        if not isinstance(found, RuntimeError):
+            return found
+        if any(there(grad([i], [source])) for i in given for source in wanted):
             raise UnsupportedOpError(
                 f"cannot be differentiated whole: {error}", core=self.sig.core,
                 hint="Detach what that op takes (`h.detach()`), or use a surrogate (`flexsn.surrogate`).",
@@ -333,11 +345,28 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         return [None] * len(wanted)
 
 
-_NOTHING = RuntimeError("no source has a gradient")
 Recorder.stops = (Recorder.differentiate.__code__,)
 
 _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",
              "aten::sym_numel", "aten::dim", "aten::storage_offset", "aten::is_pinned"}  # fmt: skip
+
+
+def _trained(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those of `tensors` that autograd's graph of `values` leads to."""
+    by_node = {t.grad_fn: t for t in tensors if t.grad_fn is not None}
+    leaves = {id(t): t for t in tensors if t.grad_fn is None}
+    found, seen, stack = list[Tensor](), set[Any](), [v.grad_fn for v in values]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        tensor = by_node.get(node, leaves.get(id(getattr(node, "variable", None))))
+        if tensor is not None:
+            found.append(tensor)  # what it was computed from is not the core's
+        else:
+            stack += [before for before, _ in node.next_functions]
+    return found
 
 
 def _behind(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cores import leaky
 from helpers import backends, check, evaluate
+from torch import nn
 
 import flexsn
 from flexsn.decompose import decomposition
@@ -400,3 +401,156 @@ def test_the_gradient_of_log_sigmoid_needs_no_second_result():
     aten = torch.ops.aten
     want = aten.log_sigmoid_backward(grad, x, aten.log_sigmoid_forward(x)[1])
     torch.testing.assert_close(decomposition(aten.log_sigmoid_backward.default)(grad, x, torch.empty(0)), want)
+
+
+# --- found by a search through autograd functions, returns of params, layouts -------------------------------------------------------
+class LearnedSlope(torch.autograd.Function):
+    """A spike whose surrogate has a slope that is learned: its forward computes nothing with it."""
+
+    @staticmethod
+    def forward(ctx, x, alpha):
+        ctx.save_for_backward(x, alpha)
+        return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, alpha = ctx.saved_tensors
+        s = torch.sigmoid(alpha * x)
+        return g * s * (1 - s) * alpha, g * s * (1 - s) * x
+
+
+class Learned(nn.Module):
+    def __init__(self, leaf):
+        super().__init__()
+        self.raw = nn.Parameter(torch.tensor([2.0, 1.0, 3.0], dtype=torch.float64))
+        self.alpha = self.raw if leaf else self.raw * 2.0
+
+    def forward(self, x, v):
+        h = v + (x - v) / 2.0
+        s = LearnedSlope.apply(h - 0.5, self.alpha)
+        return s, h * (1.0 - s)
+
+
+@pytest.mark.parametrize("backend", [NATIVE, "hop", "compiled"])
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("needs", [True, False])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo asks for
+def test_a_trained_tensor_that_only_a_backward_reads(backend, leaf, needs):
+    x, core = torch.rand(6, 3, dtype=torch.float64).requires_grad_(needs), Learned(leaf)
+
+    def grad(backend):
+        run = lambda x: flexsn.scan(core, (x,), (None,), backend=backend).outputs[0]
+        return torch.autograd.grad(run(x).sum(), core.raw, retain_graph=True)[0]
+
+    if backend == "compiled":
+        neuron = flexsn.FlexSN(core, 1, 1)
+        out = torch.compile(neuron, backend="aot_eager", fullgraph=True)(x)
+        got = torch.autograd.grad(out.sum(), neuron.core.raw, retain_graph=True)[0]
+    else:
+        got = grad(backend)
+    torch.testing.assert_close(got, grad("torch"))
+    assert got.abs().min() > 0
+
+
+OF_PARAMS = {
+    "amax": lambda w: w.amax(), "norm": lambda w: w.norm(), "square": lambda w: w @ w, "prod": lambda w: w.prod(), "std": lambda w: w.std(),
+    "rows": lambda w: torch.stack([w, w * 2]).norm(dim=1, keepdim=True), "sum": lambda w: w.sum(), "mean": lambda w: w.exp().mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", [NATIVE, "hop"])
+@pytest.mark.parametrize("name", OF_PARAMS)
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_return_that_is_made_of_params_alone_and_is_smaller_than_the_step(name, captured, backend):
+    w = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64, requires_grad=True)
+    f, x = OF_PARAMS[name], torch.rand(4, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def grads(backend):
+        if captured:
+            found = flexsn.scan(lambda x, v: (x * v, f(w), v * 0.5 + f(w)), (x,), (None,), backend=backend)
+        else:
+            found = flexsn.scan(lambda x, v, w: (x * v, f(w), v * 0.5 + f(w)), (x,), (None,), (w,), backend=backend)
+        out = found.outputs[1]
+        weights = torch.arange(1.0, out.numel() + 1, dtype=torch.float64).view_as(out)
+        return torch.autograd.grad((out * weights).sum() + found.outputs[0].sum(), (w, x))
+
+    for got, want in zip(grads(backend), grads("torch"), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", [NATIVE, "hop"])
+def test_params_lie_in_memory_as_they_like(backend):
+    def core(x, w):
+        return x * w.reshape(-1).softmax(0).reshape(w.shape)
+
+    x, w = torch.ones(2, 2, 3), torch.rand(2, 3)
+    for laid in (w, w.t().contiguous().t(), torch.rand(1, 3).expand(2, 3)):
+        want = flexsn.scan(core, (x,), (), (laid,), backend="torch").outputs[0]
+        torch.testing.assert_close(flexsn.scan(core, (x,), (), (laid,), backend=backend).outputs[0], want)
+    weight = nn.Parameter(w)
+    for laid in (w, w.t().contiguous().t()):  # after the first call
+        weight.data = laid
+        scanned = [flexsn.scan(lambda x: core(x, weight), (x,), backend=b).outputs[0] for b in (backend, "torch")]
+        torch.testing.assert_close(*scanned)
+        chosen = [
+            flexsn.scan(lambda x: x * weight * (1 if weight.is_contiguous() else 2), (x,), backend=b).outputs[0] for b in (backend, "torch")
+        ]
+        assert torch.equal(*chosen)
+
+
+class OwnGraph(torch.autograd.Function):
+    """Builds a graph in its forward and walks it, once, in its backward."""
+
+    @staticmethod
+    def forward(ctx, a):
+        with torch.enable_grad():
+            b = a.detach().requires_grad_()
+            y = b * b * b
+        ctx.save_for_backward(b, y)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        b, y = ctx.saved_tensors
+        return torch.autograd.grad(y, b, g)[0]
+
+
+def test_a_function_with_a_graph_of_its_own():
+    x = torch.rand(4, 3, requires_grad=True)
+    (got,) = torch.autograd.grad(flexsn.scan(OwnGraph.apply, (x,), backend=NATIVE).outputs[0].sum(), x)
+    torch.testing.assert_close(got, 3 * x.detach() ** 2)
+
+
+def test_a_write_into_what_the_gradient_of_another_operand_would_need():
+    """Eager needs no gradient of `x`; a kernel's are drawn for every operand."""
+    x, q = torch.rand(4, 3), torch.rand(3, requires_grad=True)
+    core = lambda x, q: x.tanh().mul_(2) * q
+    with pytest.raises(flexsn.errors.InPlaceError, match="writes in place into what its gradient needs"):
+        flexsn.scan(core, (x,), (), (q,), backend=NATIVE)
+    with pytest.warns(flexsn.errors.FallbackWarning):
+        out = flexsn.scan(core, (x,), (), (q,)).outputs[0]
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), q)[0], (x.tanh() * 2).sum(0))
+
+
+@pytest.mark.parametrize("name", ["bitand", "xor_eq", "static_cast", "thread_local", "constexpr"])
+def test_words_of_c_as_names(name):
+    space = {}
+    exec(f"def core(x):\n    {name} = x.tanh()\n    return {name} * {name}\n", space)
+    x = torch.rand(4, 3)
+    assert torch.equal(flexsn.scan(space["core"], (x,), backend=NATIVE).outputs[0], x.tanh() * x.tanh())
+
+
+def test_states_that_settle_after_a_step():
+    grown = lambda x, u, v: (x + u, v * 0.5, v + x)  # u takes the shape that v grows to
+    typed = lambda x, u, v: (x, v * 1.0, u)  # v, which is not given, takes the dtype of u
+    x = torch.rand(3, 3)
+    for core, states in ((grown, (torch.zeros(3), torch.zeros(1))), (typed, (torch.zeros(3, dtype=torch.float64), None))):
+        found = [flexsn.scan(core, (x,), states, backend=b) for b in (NATIVE, "torch")]
+        for got, want in zip(*[f.outputs + f.states for f in found], strict=True):
+            assert torch.equal(got, want) and got.dtype is want.dtype
+
+
+def test_a_shift_of_bools():
+    x = torch.tensor([[1.0, -1.0]])
+    with pytest.warns(flexsn.errors.FallbackWarning, match="cannot be traced"):
+        assert flexsn.scan(lambda x: (x > 0) << 2, (x,)).outputs[0].tolist() == [[4, 0]]
