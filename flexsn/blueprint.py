@@ -45,7 +45,6 @@ class Blueprint:
         free_dims: dims of it whose size the core does not depend on.
         forward: the core on operands as a kernel has them: of the step shape, 16-bit floats as float32.
         vjp: the core and its VJP, recorded by `differentiate`.
-        captured: names of the captured tensors that a call passes after the params.
     """
 
     sig: Signature
@@ -55,7 +54,6 @@ class Blueprint:
     free_dims: frozenset[int]
     forward: Trace
     vjp: Trace | None = None
-    captured: tuple[str, ...] = ()
     texts: dict[bool, str] = field(default_factory=dict, repr=False)  # written forms, with the VJP and without
 
     @property
@@ -65,6 +63,11 @@ class Blueprint:
     @property
     def states(self) -> tuple[Meta, ...]:
         return tuple(self.metas[self.sig.num_inputs : self.sig.num_inputs + self.sig.num_states])
+
+    def captured(self, *, vjp: bool) -> tuple[str, ...]:
+        """Names of the captured tensors that the core reads, or the core and its VJP, which a call passes after the params; last those
+        that nothing but the VJP reads."""
+        return tuple(self.forward.captured | (self.vjp.captured if vjp and self.vjp is not None else {}))
 
     @property
     def computed(self) -> list[Meta]:
@@ -114,7 +117,7 @@ def draw(
         forward = _record_as_computed(record, sig, computed, step)
         if step and any(not m.shape for m in seen[:ins]) and len({m.dtype for m in seen}) > 1:
             _check_promotion(record, sig, seen, computed, forward)
-    made = Blueprint(sig, seen, tuple(returns[: len(returns) - sig.num_states]), step, frozenset(), forward, captured=tuple(captured))
+    made = Blueprint(sig, seen, tuple(returns[: len(returns) - sig.num_states]), step, frozenset(), forward)
     made.free_dims = _free_dims(record, made, captured)
     return made
 

@@ -295,7 +295,7 @@ def call_of(program: str, inputs: Sequence[Tensor], states: Tensors, statics: Se
             f"was compiled for the step shape {list(made.step)}, where only dims {sorted(made.blueprint.free_dims)} may change, "
             f"but is given {', '.join(str(list(s)) for s in given)}", core=made.sig.core,
         )  # fmt: skip
-    names = (*made.sig.param_names, *made.blueprint.captured)
+    names = (*made.sig.param_names, *made.blueprint.captured(vjp=True))[: len(statics)]  # a program with its VJP may run without it
     plain = not _compat.transformed() and all(t is None or _compat.is_plain(t) for t in tensors)
     differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return (run.Call if plain else TracedCall)(made, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)

@@ -83,7 +83,7 @@ def blueprint_of_body(
         if isinstance(value, Tensor):
             shape, dtype, device, grad = exactly(value.shape), value.dtype, value.device, value.requires_grad
             stand_in = torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
-            captured[f"captured_{len(captured)}"] = stand_in
+            captured[_named(len(captured))] = stand_in
             return lambda *operands: stand_in
         if _compat.is_symbolic(value) and _compat.symbol(value) in sources:  # Dynamo passes the sizes of operands
             i, d = sources[_compat.symbol(value)]
@@ -108,6 +108,15 @@ def blueprint_of_body(
         if differentiate:
             blueprint.differentiate(core, captured, device)
     return blueprint
+
+
+def _named(place: int) -> str:
+    """The name of a captured tensor by its place among them; `_place` gives it back."""
+    return f"captured_{place}"
+
+
+def _place(name: str) -> int:
+    return int(name.rpartition("_")[2])
 
 
 def _size_sources(metas: Sequence[Meta | None]) -> dict[str, tuple[int, int]]:
@@ -261,8 +270,9 @@ def _core_scan_variable(dynamo: Any) -> type:
                     return ConstantVariable.create(instead)
                 raise _passed_on(error) from None
             n, m = counts[0], counts[0] + counts[1]
-            statics = [*proxies[m:], *(p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor))]
-            call = (text_of(blueprint, vjp=grad), proxies[:n], proxies[n:m], statics, sequences)
+            tensors = [p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor)]
+            read = [tensors[_place(name)] for name in blueprint.captured(vjp=grad)]
+            call = (text_of(blueprint, vjp=grad), proxies[:n], proxies[n:m], [*proxies[m:], *read], sequences)
             return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
 
     return CoreScanVariable

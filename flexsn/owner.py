@@ -44,6 +44,19 @@ def free_names(wanted: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _holds(module: nn.Module, wanted: nn.Module) -> bool:
+    """Whether a module has another one in it. By its own means: PyTorch's walks come here."""
+    seen, stack = set[int](), [module]
+    while stack:
+        found = stack.pop()
+        if found is wanted:
+            return True
+        if id(found) not in seen:
+            seen.add(id(found))
+            stack += [child for child in found._modules.values() if child is not None]
+    return False
+
+
 class CoreOwner(nn.Module):
     """A module with a core, whose captured tensors and modules are its own, by name.
 
@@ -106,7 +119,7 @@ class CoreOwner(nn.Module):
         modules = {} if self.captured is None else self.captured._modules
         for path, name in self._names.items():
             found = modules.get(name)
-            if found is not None and any(m is self for m in found.modules()):
+            if found is not None and _holds(found, self):
                 self._holders[path] = found
                 del modules[name]
 
@@ -142,6 +155,14 @@ class CoreOwner(nn.Module):
         return places
 
     # what PyTorch calls first wherever it walks modules without remembering which it has seen
+    def named_children(self):
+        self._part_from_holders()
+        return super().named_children()
+
+    def named_modules(self, *args, **kwargs):
+        self._part_from_holders()
+        return super().named_modules(*args, **kwargs)
+
     def train(self, mode: bool = True):
         self._part_from_holders()
         return super().train(mode)

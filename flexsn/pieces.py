@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import _compat
 from .errors import PiecesError
+from .sharding import is_dtensor
 
 Run = Callable[[tuple[Tensor, ...], Sequence[Tensor | None]], tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]]
 
@@ -39,7 +40,8 @@ def scan_pieces(
     inputs: Sequence[Any],
     states: Sequence[Tensor | None],
     reduce: Callable[..., Any] | None,
-    shared: Callable[[], Sequence[Tensor]],
+    shared: Callable[[], dict[str, Tensor]],
+    read_of: Callable[[], Collection[str]],
     values: Callable[[], Any],
     of_reduce: Callable[[], dict[str, Tensor]],
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:
@@ -50,7 +52,8 @@ def scan_pieces(
         names: of the inputs, for messages.
         inputs: one sequence in pieces per input.
         reduce: `reduce(k, *outputs)` for piece `k`.
-        shared: the tensors that every piece uses, params and captured ones.
+        shared: the params and all tensors that the core leads to, by name.
+        read_of: names of those that the pieces have read so far.
         values: the Python values that the core reads.
         of_reduce: the tensors that `reduce` captures, by path.
     """
@@ -66,9 +69,11 @@ def scan_pieces(
 
     def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
         read = pieces.read(k, device)
-        pieces.check_unchanged(k, read, shared(), values())
+        again = pieces.check_unchanged(k, shared, values)
         beside.check_unchanged(k, last=pieces.count == k + 1)
         outputs, finals, trail = run(read, states)
+        if not again:
+            pieces.note(k, read, {name: t for name, t in shared().items() if name in read_of()}, values())
         return outputs if reduce is None else _reduced(core, k, reduce(k, *outputs)), finals, trail
 
     found: list[tuple[Tensor, ...]] = []
@@ -152,7 +157,7 @@ class _Pieces:
         self.count = next(iter(counts.values()), None)
         self.waiting: list[Any] = []
         self.versions: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
-        self.shared: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.shared: dict[int, dict[str, weakref.ref[Tensor]]] = {}
         self.values: dict[int, Any] = {}
 
     def numbers(self) -> Iterator[int]:
@@ -181,34 +186,40 @@ class _Pieces:
                 )  # fmt: skip
         return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
 
-    def check_unchanged(self, k: int, read: Sequence[Tensor], shared: Sequence[Tensor], values: Any) -> None:
-        """Raise if what piece `k` used was replaced or written in place since it was run first: the gradient would be of another call.
+    def note(self, k: int, read: Sequence[Tensor], shared: dict[str, Tensor], values: Any) -> None:
+        """What piece `k` used when it was run first.
 
         Args:
-            shared: params and captured tensors.
+            shared: params and captured tensors, by name.
             values: Python values that the core reads.
         """
-        again = k in self.versions
-        for tensor, version in self.versions[k] if again else ():
+        self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared.values()) if not t.is_inference()]
+        self.shared[k], self.values[k] = {name: weakref.ref(t) for name, t in shared.items()}, values
+
+    def check_unchanged(self, k: int, shared: Callable[[], dict[str, Tensor]], values: Callable[[], Any]) -> bool:
+        """Raise if what piece `k` used was replaced or written in place since it was run first: the gradient would be of another call.
+        Returns whether it was run before."""
+        if k not in self.versions:
+            return False
+        for tensor, version in self.versions[k]:
             held = tensor()
             if held is not None and held._version != version:
                 raise PiecesError(
                     f"a tensor of shape {list(held.shape)} that piece {k} used was modified by an in-place operation before the backward",
                     core=self.core, hint="Run the backward first: it reads the pieces and the params again.",
                 )  # fmt: skip
-        if not again:
-            self.versions[k] = [(weakref.ref(t), t._version) for t in (*read, *shared) if not t.is_inference()]
-            self.shared[k], self.values[k] = [weakref.ref(t) for t in shared], values
-        elif self.values[k] != values:
+        if self.values[k] != values():
             raise PiecesError(
                 f"a Python value that the core reads (a number, a flag as `.training`) changed after piece {k} ran, before the backward",
                 core=self.core, hint="Run the backward first: it runs the core again.",
             )  # fmt: skip
-        elif len(shared) != len(self.shared[k]) or any(ref() is not t for ref, t in zip(self.shared[k], shared, strict=True)):
+        now = shared()
+        if any(ref() is not now.get(name) for name, ref in self.shared[k].items()):
             raise PiecesError(
                 f"a tensor that the core captures was replaced by another one after piece {k} ran, before the backward", core=self.core,
                 hint="Run the backward first, and inside of what replaces it (`functional_call`): it runs the core again.",
             )  # fmt: skip
+        return True
 
     def refuse_gradients(self, results: Sequence[Any]) -> None:
         if self.one_shot and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in results):
@@ -242,7 +253,7 @@ class _Beside:
             return
         now = self._now() if last else self.seen
         for path, (tensor, version) in self.seen.items():
-            replaced = path not in now or now[path][0] is not tensor
+            replaced = path not in now or not (now[path][0] is tensor or is_dtensor(now[path][0]) != is_dtensor(tensor))  # FSDP's swap
             if replaced or tensor._version != version:
                 how = "replaced by another one" if replaced else "modified by an in-place operation"
                 raise PiecesError(

@@ -31,6 +31,7 @@ class Call:
         shapes: step shapes of this call.
         T: steps.
         statics: names of the params and captured tensors, in the order in which they are passed.
+        captured: of them, those of the captured tensors.
         sequences: whether the states of every step are returned too.
         differentiable: whether autograd records the call.
         kinds: shape and dtype of every operand as given, None for a default state.
@@ -53,6 +54,7 @@ class Call:
         self.needs = tuple([t is not None and t.requires_grad for t in tensors])
         sig = program.sig
         self.num_inputs, self.num_operands = sig.num_inputs, sig.num_inputs + sig.num_states
+        self.captured = statics[sig.num_params :]
         self.roles = tuple([f"x{k}" for k in range(sig.num_inputs)] + [f"v{k}" for k in range(sig.num_states)])
         self.absent = {role for role, kind in zip(self.roles, self.kinds, strict=False) if kind is None}
         self.checkpoints = program.checkpoints(T)

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import _compat, dynamo, run, sharding
 from . import reads as reading
 from . import tune as tuning
-from .blueprint import Blueprint
+from .blueprint import Blueprint, Shapes
 from .capture import Meta
 from .compile import Program, program_for
 from .doors import disturbed, run_call, undisturbed
@@ -104,15 +104,18 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
     if not any(map(in_pieces, inputs)):
         raise PiecesError("`reduce` is given, but no input is in pieces", core=core_name(core), hint="Write `inputs=(x.split(length),)`.")
 
-    def run(pieces: tuple[Tensor, ...], states: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
-        found = scan(core, pieces, tuple(states), params, store_state_seqs=store_state_seqs, **options)
-        trail = found.states if store_state_seqs else ()
-        finals = [v[-1] if len(v) else given for v, given in zip(trail, states, strict=True)] if store_state_seqs else found.states
-        return found.outputs, tuple(finals), trail
+    read = {f"param {k}" for k in range(len(params))}  # names of what the pieces have read so far
 
-    names = make_signature(core, len(inputs), len(states), len(params)).input_names
+    def run(pieces: tuple[Tensor, ...], states: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
+        seen = look(core)
+        finals, trail, outputs = run_core(core, seen, {}, pieces, tuple(states), tuple(params), sequences=store_state_seqs, **options)
+        read.update(*([call.captured for call in seen.calls.values()] or [seen.tensors({})]))  # all that it leads to, where no kernel ran
+        return tuple(outputs), tuple(finals), tuple(trail)
+
+    sig = make_signature(core, len(inputs), len(states), len(params))
     outputs, finals, trails = scan_pieces(
-        run, core_name(core), names, inputs, states, reduce, lambda: (*params, *look(core).tensors({}).values()),
+        run, sig.core, sig.input_names, inputs, states, reduce,
+        lambda: {f"param {k}": p for k, p in enumerate(params)} | look(core).tensors({}), lambda: read,
         lambda: look(core).fingerprint, lambda: _captured(reduce),
     )  # fmt: skip
     return ScanResult(outputs, trails if store_state_seqs else finals)  # type: ignore[arg-type]  # lists of tensors, as documented
@@ -245,7 +248,7 @@ def run_core(
     call = seen.calls.get(key)
     if call is not None and _compat.forward_ad_level() < 0:
         try:
-            return run_call(call, tensors)
+            return run_call(call, _read_by(call, tensors, captured))
         except RuntimeError:
             _refuse_stale(seen.signatures[counts], inputs, states)
             raise
@@ -256,7 +259,8 @@ def run_core(
     check_operands(sig, inputs, states, params)
     if key is None and sharding.any_dtensor(tensors):
         sharding.ready()
-        sharding.check_layouts(sig, inputs, states, (*params, *captured.values()))
+        if sharding.any_dtensor((*inputs, *states, *params)):
+            sharding.check_layouts(sig, inputs, states, params)
     _refuse_freed(sig, (*sig.names, *captured), tensors)
     _refuse_stale(sig, inputs, states)
     why: Exception | None = None  # the eager loop runs, if another backend could be taken
@@ -265,7 +269,7 @@ def run_core(
             call = prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
             if tune and type(call) is run.Call:
                 tuning.tune(call, inputs)
-            results = run_call(call, tensors)
+            results = run_call(call, _read_by(call, tensors, captured))
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
                 raise
@@ -282,6 +286,14 @@ def run_core(
     with reading.bound(seen, replaced), around, noting("the eager loop", why):
         outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
+
+
+def _read_by(call: run.Call, tensors: tuple[Tensor | None, ...], captured: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """The operands, with those captured tensors after them that the call reads: a core that is a method of its network leads to all of
+    the network's."""
+    if not captured:
+        return tensors
+    return (*tensors[: len(tensors) - len(captured)], *[captured[name] for name in call.captured])
 
 
 def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
@@ -375,10 +387,16 @@ def prepare(
     refuse_forward_mode(sig.core, tensors)
     transformed = _compat.functorch_active()
     differentiable = torch.is_grad_enabled() and any(_may_need_grad(t, transformed) for t in tensors)
-    names = (*sig.param_names, *captured)
+
+    def made(kind: type[run.Call], program: Program, shapes: Shapes, trains: bool = differentiable) -> run.Call:
+        read = program.blueprint.captured(vjp=trains)
+        given = (*inputs, *states, *params, *[captured[n] for n in read])
+        if trains and not any(_may_need_grad(t, transformed) for t in given):  # but something else that the core leads to
+            return made(kind, program, shapes, trains=False)
+        return kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
+
     if traced:
-        program, shapes = _while_tracing(name, core, seen, replaced, sig, metas, device, captured, num_outputs, differentiable)
-        return TracedCall(program, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
+        return made(TracedCall, *_while_tracing(name, core, seen, replaced, sig, metas, device, captured, num_outputs, differentiable))
     with reading.bound(seen, replaced):
         program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
         if differentiable:
@@ -388,8 +406,7 @@ def prepare(
             f"returns values although the step shape {list(shapes.step)} has no elements", core=sig.core,
             hint="Leave out the operand without elements, on which they do not depend.",
         )  # fmt: skip
-    kind = TracedCall if backend == "hop" else run.Call
-    return kind(program, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
+    return made(TracedCall if backend == "hop" else run.Call, program, shapes)
 
 
 def _refuse_overriding(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:

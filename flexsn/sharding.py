@@ -70,7 +70,7 @@ def layout_of(operands: Sequence[tuple[DTensor, int]], step: Sequence[int]) -> L
             if dims[i] is None and placement.is_shard():
                 dim: int = placement.dim  # type: ignore[attr-defined]  # a shard has it
                 d = dim - tensor.dim()
-                if dim >= leading and tensor.shape[d] == step[d]:
+                if dim >= leading and tensor.shape[d] == step[d] != 1:
                     dims[i] = d
     return Layout(mesh, tuple(dims))
 
@@ -120,8 +120,11 @@ def settled(tensors: Tensors) -> list[Tensor | None]:
             tensor = replica(tensor, mesh)
         elif tensor is not None:
             lies = [Replicate() if p.is_partial() or _of_one(tensor, p) else p for p in tensor.placements]
-            tensor = tensor if lies == list(tensor.placements) else tensor.redistribute(placements=lies)
-        found.append(tensor if tensor is None or not tensor.requires_grad else _InOwnLayout.apply(tensor))
+            if tensor.requires_grad:
+                tensor = _InOwnLayout.apply(tensor, lies)
+            elif lies != list(tensor.placements):
+                tensor = tensor.redistribute(placements=lies)
+        found.append(tensor)
     return found
 
 
@@ -170,17 +173,20 @@ def _replicas(value: Any, mesh: DeviceMesh) -> Any:
 
 
 class _InOwnLayout(torch.autograd.Function):
-    """The tensor itself; its gradient is redistributed to where the tensor lies: partial sums are reduced."""
+    """The tensor, laid out anew; its gradient is redistributed to where the tensor lies: partial sums are reduced. (The gradient of a
+    partial sum's terms is that of the sum, on every rank.)"""
 
     @staticmethod
-    def forward(ctx, tensor):
-        ctx.placements = tensor.placements
+    def forward(ctx, tensor, lies):
+        from torch.distributed.tensor import Replicate
+
+        ctx.placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
         ctx.set_materialize_grads(False)
-        return tensor.view_as(tensor)
+        return tensor.view_as(tensor) if lies == list(tensor.placements) else tensor.redistribute(placements=lies)
 
     @staticmethod
     def backward(ctx, grad):
-        return None if grad is None else grad.redistribute(placements=ctx.placements)
+        return None if grad is None else grad.redistribute(placements=ctx.placements), None
 
 
 # --- the rules of the operators -----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from .errors import ProgramTextError
 from .signature import Signature
 from .tape import getitem
 
-FORMAT = 1
+FORMAT = 2
 OPERATORS = 2  # counts the changes of what the kernel operators return
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -44,7 +44,6 @@ def write(blueprint: Blueprint, *, vjp: bool) -> str:
         "core": sig.core,
         "counts": [sig.num_inputs, sig.num_states, sig.num_params],
         "names": list(sig.names),
-        "captured": list(blueprint.captured),
         "metas": [_meta(m) for m in blueprint.metas],
         "outputs": [_meta(m) for m in blueprint.outputs],
         "step": list(blueprint.step),
@@ -129,7 +128,7 @@ def _read(data: dict[str, Any], device: torch.device) -> Blueprint:
     sig = Signature(data["core"], inputs, states, params, tuple(data["names"]))
     metas, outputs = [_read_meta(m) for m in data["metas"]], tuple(_read_meta(m) for m in data["outputs"])
     forward, vjp = _read_trace(data["forward"], device), _read_trace(data["vjp"], device) if data["vjp"] else None
-    return Blueprint(sig, metas, outputs, tuple(data["step"]), frozenset(data["free_dims"]), forward, vjp, tuple(data["captured"]))
+    return Blueprint(sig, metas, outputs, tuple(data["step"]), frozenset(data["free_dims"]), forward, vjp)
 
 
 def _read_meta(data: list) -> Meta:

@@ -521,6 +521,55 @@ def test_averaged_models(make):
     assert not torch.equal(got, net(x))
 
 
+class Network(nn.Module):
+    """Whose neuron's core is a method of it, or a closure, and reads `w` alone."""
+
+    def __init__(self, how, backend="auto"):
+        super().__init__()
+        self.first, self.w, self.norm = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 0.5)), nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(()))
+        core = self.step if how == "method" else lambda x, v: self.step(x, v)
+        self.neuron = FlexSN(core, num_states=1, backend=backend, stateful=False)
+
+    def step(self, x, v):
+        h = v * self.w + x
+        return flexsn.surrogate.atan(h - 1.0), h
+
+    def forward(self, x):
+        s = self.norm(self.neuron(x).flatten(0, 1))
+        self.count += 1
+        return s
+
+
+@pytest.mark.parametrize("how", ["method", "closure"])
+def test_a_core_that_leads_to_its_network_holds_on_to_what_it_reads(how):
+    """What else is there changes between forward and backward, and has no gradient."""
+    torch.manual_seed(0)
+    x, grads = torch.rand(6, 5, 4) * 2, []
+    for backend in ("auto", "torch"):
+        net = Network(how, backend)
+        net(x).pow(3).sum().backward()
+        assert net.first.weight.grad is None
+        grads.append(net.w.grad)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("how", ["method", "closure"])
+@pytest.mark.parametrize(
+    "walk",
+    [
+        lambda net: torch.func.functional_call(net, dict(net.named_parameters()), torch.rand(6, 5, 4)),
+        nn.SyncBatchNorm.convert_sync_batchnorm, lambda net: [*net.children(), *net.neuron.children()], lambda net: [*net.modules()],
+    ],
+    ids=["functional_call", "convert_sync_batchnorm", "children", "modules"],
+)  # fmt: skip
+def test_walks_over_a_network_that_its_neuron_leads_to_end(how, walk):
+    net = Network(how)
+    walk(net)
+    assert sum(isinstance(m, Network) for m in net.modules()) == 1
+    assert {n for n, _ in net.named_parameters()} == {"w", "first.weight", "first.bias", "norm.weight", "norm.bias"}
+
+
 @pytest.mark.parametrize(("make", "holder", "name"), [(module_neuron, "core", "w"), (param_neuron, "params", "decay")])
 def test_parametrized_parameters(make, holder, name):
     class Halved(nn.Module):

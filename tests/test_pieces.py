@@ -429,3 +429,28 @@ def test_a_trained_tensor_that_reduce_changes_is_noticed():
     loss = flexsn.scan(leaky, (pieces,), (v,), reduce=reduce).outputs[0]
     with pytest.raises(PiecesError, match="before the backward"):
         loss.backward()
+
+
+def test_what_a_core_leads_to_and_does_not_read_may_change():
+    """A core that is a method of its network."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.other = torch.nn.Parameter(torch.full((3,), 0.5)), torch.nn.BatchNorm1d(3)
+
+        def step(self, x, v):
+            h = v * self.w.sigmoid() + x
+            return h.tanh(), h
+
+    net, x = Net(), torch.rand(9, 4, 3)
+    (got,) = flexsn.scan(net.step, (x.split(4),), (None,), reduce=lambda k, y: y.square().sum()).outputs
+    net.other(x.flatten(0, 1))
+    net.other.weight = torch.nn.Parameter(torch.ones(3))
+    want = flexsn.scan(net.step, (x,), (None,)).outputs[0].square().sum()
+    torch.testing.assert_close(torch.autograd.grad(got, net.w), torch.autograd.grad(want, net.w))
+    (lost,) = flexsn.scan(net.step, (x.split(4),), (None,), reduce=lambda k, y: y.square().sum()).outputs
+    with torch.no_grad():
+        net.w.mul_(2)
+    with pytest.raises(PiecesError, match="modified by an in-place operation"):
+        lost.backward()

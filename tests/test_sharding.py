@@ -114,8 +114,9 @@ def check_missing_reduction_is_seen(rank, world):
     from flexsn import sharding
 
     mesh, whole = init_device_mesh(device(), (world,)), sharding._InOwnLayout.backward
-    local = lambda ctx, grad: DTensor.from_local(
-        grad.to_local(), mesh, ctx.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+    local = lambda ctx, grad: (
+        DTensor.from_local(grad.to_local(), mesh, ctx.placements, run_check=False, shape=grad.shape, stride=grad.stride()),
+        None,
     )
     sharding._InOwnLayout.backward = staticmethod(local)
     try:
@@ -123,6 +124,78 @@ def check_missing_reduction_is_seen(rank, world):
             compare(mesh, [Shard(1)], None, random(8, 1), [Replicate()])
     finally:
         sharding._InOwnLayout.backward = staticmethod(whole)
+
+
+def gated(x, gate, v):
+    h = v * 0.5 + torch.where(gate > 0, x, 0.0)
+    return h.tanh(), h
+
+
+def check_an_operand_laid_out_anew_without_a_gradient(rank, world):
+    """`gate` has none, and is no partial sum nor sharded along a dim of one inside."""
+    mesh, shape = init_device_mesh(device(), (world,)), (T, 4, 1)
+    for lies in (Replicate(), Shard(2), Partial()):
+        x = distribute_tensor(random(T, 4, 8), mesh, [Shard(1)]).requires_grad_()
+        part = random(*shape) if lies.is_partial() else None
+        gate = distribute_tensor(random(*shape), mesh, [lies]) if part is None else DTensor.from_local(part, mesh, [lies], run_check=False)
+        grads = []
+        for backend in ("auto", "torch"):
+            y = flexsn.scan(gated, (x, gate.requires_grad_()), (None,), backend=backend).outputs[0]
+            found = torch.autograd.grad(y.sum().full_tensor(), (x, gate), allow_unused=True)
+            assert found[1] is None
+            grads.append(found[0])
+        close(grads[0], full(grads[1]))
+
+
+def check_a_cotangent_sharded_along_a_dim_of_one(rank, world):
+    b = torch.zeros(8, dtype=torch.float64, requires_grad=True)
+    for sizes in ((1, world), (world, 1)):
+        mesh, found = init_device_mesh(device(), sizes), []
+        torch.manual_seed(3)
+        x = distribute_tensor(random(T, 1, 8), mesh, [Replicate()] * 2)
+        for backend in ("auto", "torch"):
+            y = flexsn.scan(lambda x, v, b: leaky(x, v, b)[:2], (x,), (None,), (b,), backend=backend).outputs[0]
+            cut = y.redistribute(placements=[Shard(1), Shard(2)])
+            found.append(torch.autograd.grad(cut.square().sum().full_tensor(), b)[0])
+        close(*found)
+
+
+class Own(nn.Module):
+    """A network that a core of its own leads to, whose other parts it does not read."""
+
+    def __init__(self, how, backend):
+        super().__init__()
+        self.enc, self.w, self.norm, self.out = nn.Linear(6, 8), nn.Parameter(torch.zeros(8)), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        core = self.step if how == "method" else lambda x, v: self.step(x, v)
+        self.neuron = flexsn.FlexSN(core, num_states=1, backend=backend, stateful=False)
+
+    def step(self, x, v):
+        h = v + (x - v) * self.w.sigmoid()
+        s = surrogate.atan(h - 0.5)
+        return s, h * (1.0 - s)
+
+    def forward(self, x):
+        s = self.neuron(self.enc(x))
+        return self.out(self.norm(s.flatten(0, 1)).unflatten(0, s.shape[:2]))
+
+
+def check_fsdp_of_a_core_that_leads_to_its_network(rank, world):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, x = init_device_mesh(device(), (world,)), torch.randn(T, 4, 6)
+    for how in ("method", "closure"):
+        for parts in ((), ("enc", "out")):
+            torch.manual_seed(0)
+            want, net = Own(how, "torch"), Own(how, "auto")
+            net.load_state_dict(want.state_dict())
+            for part in parts:
+                fully_shard(getattr(net, part), mesh=mesh)
+            fully_shard(net, mesh=mesh)
+            dist.broadcast(x, 0)
+            for one in (want, net):
+                one(x).square().sum().backward()
+            for name, p in want.named_parameters():
+                torch.testing.assert_close(full(dict(net.named_parameters())[name].grad), p.grad, rtol=1e-4, atol=1e-5)
 
 
 def check_refused(rank, world):
