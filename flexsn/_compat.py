@@ -261,10 +261,6 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # 2.11, 2.13
 
 
-# Whether `torch.jit.trace` records: sizes of tensors are tensors then
-torchscript_records: Callable[[], bool] = torch._C._is_tracing  # 2.11, 2.13
-
-
 def exiting() -> bool:
     """Whether the interpreter ends, and waits only for what threads of a pool have still to do."""
     return concurrent.futures.thread._shutdown  # Python 3.11, 3.12

@@ -257,8 +257,13 @@ class StaticModule:
         if self.module is None:
             return {}
         constants = _compat.under_modes(self.constants) if _compat.transformed() else self.constants
-        given = [statics[name].contiguous() for name in self.operands]  # as in the trace, which chose views by that
-        values = self.module(*given, *constants, *sums)
+        given = [statics[name] for name in self.operands]
+        try:
+            values = self.module(*given, *constants, *sums)
+        except RuntimeError:
+            if all(t.is_contiguous() for t in given):
+                raise
+            values = self.module(*[t.contiguous() for t in given], *constants, *sums)  # as in the trace, which took views by that
         return dict(zip(self.results, values, strict=True))
 
 

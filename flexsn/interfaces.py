@@ -74,6 +74,7 @@ INTERFACES = {
         "torch._dynamo.guards:install_guard",
         "torch._dynamo.source:AttrSource",
         "torch._dynamo.variables:ConstantVariable",
+        "torch._dynamo.variables.base:VariableTracker",
         "torch._dynamo.variables.builder:wrap_fx_proxy",
         "torch._dynamo.variables.higher_order_ops:TorchHigherOrderOperatorVariable",
         "torch._dynamo.variables.higher_order_ops:LazyVariableTracker.realize_all",

@@ -233,7 +233,7 @@ def run_core(
     tune: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
-    if _compat.torchscript_records():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]  # it is there; sizes of tensors are tensors then
         raise torchscript_refused(core)
     if disturbed():
         with undisturbed():

@@ -85,7 +85,7 @@ class Tape:
                 line=self.line(),
             )
         with self.fake:
-            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         node = self.graph.placeholder("captured_" + re.sub(r"\W", "_", path))
         node.meta.update(kind="static", val=fake, role=path)
         self.tracked[id(tensor)] = (tensor, node)

@@ -228,9 +228,10 @@ def test_a_parameter_that_nothing_depends_on(backend):
         def forward(self, x, v):
             return x + v, v * 0.5 + x
 
-    core = Core()
-    flexsn.scan(core, [torch.randn(3, 5)], [None], backend=backend).outputs[0].sum().backward()
-    assert core.w.grad is None
+    core, x = Core(), torch.randn(3, 5)
+    flexsn.scan(core, [x.requires_grad_()], [None], backend=backend).outputs[0].sum().backward()
+    assert core.w.grad is None and x.grad is not None
+    assert not flexsn.scan(core, [x.detach()], [None], backend=backend).outputs[0].requires_grad  # as in eager
 
 
 def test_fake_tensors_and_transforms_after_a_plain_call():

@@ -68,8 +68,8 @@ def test_round_trip(make):
         written = text.write(drawn, vjp=vjp)
         again = text.read(written, CPU)
         assert text.write(again, vjp=vjp) == written and (again.vjp is not None) == vjp
-        assert (again.sig, again.metas, again.outputs, again.step, again.free_dims, again.captured) == (
-            drawn.sig, drawn.metas, drawn.outputs, drawn.step, drawn.free_dims, drawn.captured
+        assert (again.sig, again.metas, again.outputs, again.step, again.free_dims, again.captured(vjp=vjp)) == (
+            drawn.sig, drawn.metas, drawn.outputs, drawn.step, drawn.free_dims, drawn.captured(vjp=vjp)
         )  # fmt: skip
 
 
