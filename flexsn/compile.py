@@ -257,13 +257,7 @@ class StaticModule:
         if self.module is None:
             return {}
         constants = _compat.under_modes(self.constants) if _compat.transformed() else self.constants
-        given = [statics[name] for name in self.operands]
-        try:
-            values = self.module(*given, *constants, *sums)
-        except RuntimeError:
-            if all(t.is_contiguous() for t in given):
-                raise
-            values = self.module(*[t.contiguous() for t in given], *constants, *sums)  # as in the trace, which took views by that
+        values = self.module(*[statics[name] for name in self.operands], *constants, *sums)
         return dict(zip(self.results, values, strict=True))
 
 
@@ -291,6 +285,8 @@ def _static_module(
     for node in recorded.graph.nodes:
         if node in live and node not in copies and node.op == "call_function":
             copies[node] = graph.node_copy(node, lambda n: copies[rest.get(n) or n])
+            if node.target is torch.ops.aten.view.default:  # what the trace took for one may lie otherwise in a call
+                copies[node].target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[n] for n in results.values()))
     module = fx.GraphModule(torch.nn.Module(), graph)
     values = [recorded.constants[n.meta["role"]] for n in constants]

@@ -484,6 +484,8 @@ def test_params_lie_in_memory_as_they_like(backend):
         return x * w.reshape(-1).softmax(0).reshape(w.shape)
 
     x, w = torch.ones(2, 2, 3), torch.rand(2, 3)
+    neuron = flexsn.FlexSN(core, 1, 0, params=nn.Parameter(w.t().contiguous().t()), backend=backend)
+    torch.testing.assert_close(torch.compile(neuron, backend="aot_eager", fullgraph=True)(x), neuron(x))
     for laid in (w, w.t().contiguous().t(), torch.rand(1, 3).expand(2, 3)):
         want = flexsn.scan(core, (x,), (), (laid,), backend="torch").outputs[0]
         torch.testing.assert_close(flexsn.scan(core, (x,), (), (laid,), backend=backend).outputs[0], want)
