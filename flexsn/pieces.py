@@ -73,7 +73,9 @@ def scan_pieces(
         beside.check_unchanged(k, last=pieces.count == k + 1)
         outputs, finals, trail = run(read, states)
         if not again:
-            pieces.note(k, read, {name: t for name, t in shared().items() if name in read_of()}, values())
+            tensors = shared()
+            used = {id(tensors[name]) for name in read_of() if name in tensors}
+            pieces.note(k, read, {name: t for name, t in tensors.items() if id(t) in used}, values())  # under all its names
         return outputs if reduce is None else _reduced(core, k, reduce(k, *outputs)), finals, trail
 
     found: list[tuple[Tensor, ...]] = []

@@ -160,7 +160,7 @@ class _Walker:
             if isinstance(value, (Tensor, nn.Module, tuple)) and before is not None and _settable(place):
                 self.reads.again.append((place, before))
             return
-        if depth > _MAX_DEPTH:
+        if depth > _MAX_DEPTH or (isinstance(value, Tensor) and place is None):  # which may stand elsewhere too
             self.opaque(path, value)
             return
         self.seen[identity] = path, place
@@ -194,8 +194,11 @@ class _Walker:
             self.cls(path, value, depth)
         elif isinstance(value, random.Random) or (isinstance(value, Iterator) and _is_library(type(value).__module__)):
             self.opaque(path, value, place)
-        elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+        elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType)):
             self.constants.append((path, type(value).__qualname__, value.__name__))
+            owner = getattr(value, "__self__", None)
+            if not isinstance(owner, (types.ModuleType, type(None))):  # a method of a list, of a tensor
+                self.fixed(f"{path}.self", owner, depth)
         elif isinstance(getattr(value, "__dict__", None), dict) and type(value).__module__.partition(".")[0] not in _OPAQUE:
             self.visit(f"{path}.type", type(value), None, depth + 1)
             self.names(path, vars(value), list(vars(value)), depth)
@@ -217,8 +220,8 @@ class _Walker:
 
     def opaque(self, path: str, value: Any, place: Slot | None = None) -> None:
         """Something that cannot be looked into: the same object counts as the same value."""
-        if isinstance(value, Iterator) and place is not None:
-            self.reads.iterators.append(place)
+        if isinstance(value, Iterator):
+            self.reads.iterators.append(place or Slot(path, Contents(value)))
         self.reads.opaque.append(value)
         self.constants.append((path, "object", id(value)))
 

@@ -280,6 +280,8 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             raise NotElementwiseError(
                 f"the shape of `{op_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line()
             ) from None
+        except ValueError as error:  # of a fake view: params lie otherwise in the call
+            raise UnsupportedOpError(f"`{op_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
         except RuntimeError as error:
             if _compat.lacks_fake(func, error):
                 raise self.error or self.untraceable(func) from None
@@ -352,20 +354,18 @@ _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride",
 
 
 def _trained(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those of `tensors` that autograd's graph of `values` leads to."""
-    by_node = {t.grad_fn: t for t in tensors if t.grad_fn is not None}
-    leaves = {id(t): t for t in tensors if t.grad_fn is None}
+    """Those of `tensors`, leaves, that autograd's graph of `values` leads to."""
+    leaves = {id(t): t for t in tensors}
     found, seen, stack = list[Tensor](), set[Any](), [v.grad_fn for v in values]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        tensor = by_node.get(node, leaves.get(id(getattr(node, "variable", None))))
+        stack += [before for before, _ in node.next_functions]
+        tensor = leaves.get(id(getattr(node, "variable", None)))
         if tensor is not None:
-            found.append(tensor)  # what it was computed from is not the core's
-        else:
-            stack += [before for before, _ in node.next_functions]
+            found.append(tensor)
     return found
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +109,8 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
     def run(pieces: tuple[Tensor, ...], states: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
         seen = look(core)
         finals, trail, outputs = run_core(core, seen, {}, pieces, tuple(states), tuple(params), sequences=store_state_seqs, **options)
-        read.update(*([call.captured for call in seen.calls.values()] or [seen.tensors({})]))  # all that it leads to, where no kernel ran
+        kernels = [] if options["backend"] == "torch" else [call.captured for call in seen.calls.values()]
+        read.update(*(kernels or [seen.tensors({})]))  # all that the core leads to, where no kernel ran
         return tuple(outputs), tuple(finals), tuple(trail)
 
     sig = make_signature(core, len(inputs), len(states), len(params))
@@ -397,10 +398,10 @@ def prepare(
 
     if traced:
         return made(TracedCall, *_while_tracing(name, core, seen, replaced, sig, metas, device, captured, num_outputs, differentiable))
-    with reading.bound(seen, replaced):
-        program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
+    with _as_leaves(seen, replaced, captured) as (own, leaves), reading.bound(seen, own):
+        program, shapes = program_for(name, core, seen, sig, metas, device, leaves, num_outputs)
         if differentiable:
-            program.differentiate(core, captured)
+            program.differentiate(core, leaves)
     if not shapes.numel and any(torch.Size(s).numel() for s in (*shapes.outputs, *shapes.states)):
         raise UnsupportedOpError(
             f"returns values although the step shape {list(shapes.step)} has no elements", core=sig.core,
@@ -432,6 +433,22 @@ def _refuse_freed(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor
 def _may_need_grad(tensor: Tensor | None, transformed: bool) -> bool:
     """`transformed`: by `torch.func`; a transform inside another hides what the outer one differentiates."""
     return tensor is not None and (tensor.requires_grad or (transformed and tensor.is_floating_point()))
+
+
+@contextlib.contextmanager
+def _as_leaves(seen: Reads, replaced: dict[str, Any], captured: dict[str, Tensor]) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """What to bind, and the captured tensors, such that none of these is computed from another: the gradient of one holds nothing of
+    what flows on to another, which autograd adds itself."""
+    if all(t.grad_fn is None for t in captured.values()):
+        yield replaced, captured
+        return
+    leaves: dict[int, Tensor] = {}
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return leaves.setdefault(id(tensor), tensor if tensor.grad_fn is None else tensor.detach().requires_grad_())
+
+    with reading.stand_ins(seen, replaced, leaf) as own:
+        yield own, seen.tensors(own)
 
 
 def _stand_in(tensor: Tensor, transformed: bool) -> Tensor:

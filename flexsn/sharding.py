@@ -182,7 +182,7 @@ class _InOwnLayout(torch.autograd.Function):
 
         ctx.placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
         ctx.set_materialize_grads(False)
-        return tensor.view_as(tensor) if lies == list(tensor.placements) else tensor.redistribute(placements=lies)
+        return tensor.view_as(tensor) if lies == list(tensor.placements) else tensor.detach().redistribute(placements=lies)
 
     @staticmethod
     def backward(ctx, grad):

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from .errors import RandomOpError, SideEffectError
 from .reads import Reads
-from .slots import Slot
+from .slots import Contents, Slot
 
 _STATE = "What changes from step to step is a state: take it as an argument and return its new value."
 _HOOK = (
@@ -26,6 +26,9 @@ def no_side_effects(reads: Reads, core: str) -> Iterator[None]:
     held = reads.held()
     generators = [(*generator, generator[1]()) for generator in _generators(reads)]
     iterators = [Undrawn(slot, core) for slot in reads.iterators]
+    for one in iterators:
+        if isinstance(one.slot.holder, Contents):  # in a method, `next_id = ids.__next__`, where nothing can stand in its place
+            raise one.error
     undo = [one.slot.put(one) for one in iterators]
     try:
         yield

@@ -556,3 +556,50 @@ def test_a_shift_of_bools():
     x = torch.tensor([[1.0, -1.0]])
     with pytest.warns(flexsn.errors.FallbackWarning, match="cannot be traced"):
         assert flexsn.scan(lambda x: (x > 0) << 2, (x,)).outputs[0].tolist() == [[4, 0]]
+
+
+# --- found by a sceptic ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", [NATIVE, "hop"])
+def test_a_captured_tensor_and_one_computed_from_it(backend):
+    """What flows to `w` through `u` is added by autograd, once."""
+    w = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    u, x = w.exp(), torch.randn(6, 3, dtype=torch.float64)
+
+    def core(x, v):
+        v = v * 0.5 + x * u + w
+        return v, v
+
+    grads = [
+        torch.autograd.grad(flexsn.scan(core, (x,), (None,), backend=b).outputs[0].sum(), w, retain_graph=True)[0]
+        for b in (backend, "torch")
+    ]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("backend", [NATIVE, "hop"])
+@pytest.mark.parametrize("read", [0, 1])
+@pytest.mark.parametrize("cut", [lambda w: w.unbind(0), lambda w: [part[0] for part in w.chunk(2)], lambda w: (w[0], w[1])])
+def test_parts_of_one_tensor_of_which_a_backward_reads_one(cut, read, backend):
+    w = torch.rand(2, 3, dtype=torch.float64, requires_grad=True)
+    a, b = cut(w)
+    x = torch.rand(6, 3, dtype=torch.float64)
+
+    def core(x, v):
+        s = LearnedSlope.apply(x + v - 0.5, (a, b)[read])
+        return s + v * (b, a)[read], v * 0.5 + x
+
+    grads = [
+        torch.autograd.grad(flexsn.scan(core, (x,), (None,), backend=k).outputs[0].sum(), w, retain_graph=True)[0]
+        for k in (backend, "torch")
+    ]
+    torch.testing.assert_close(*grads)
+    assert grads[0].abs().min() > 0
+
+
+def test_a_view_that_only_the_layout_of_a_param_allows():
+    w, x = torch.rand(3, 2).t(), torch.ones(4, 2, 3)
+    core = lambda x, w: x * w.t().view(-1).softmax(0).view(3, 2).t()
+    with pytest.warns(flexsn.errors.FallbackWarning, match="view"):
+        torch.testing.assert_close(
+            flexsn.scan(core, (x,), (), (w,)).outputs[0], flexsn.scan(core, (x,), (), (w,), backend="torch").outputs[0]
+        )

@@ -454,3 +454,17 @@ def test_what_a_core_leads_to_and_does_not_read_may_change():
         net.w.mul_(2)
     with pytest.raises(PiecesError, match="modified by an in-place operation"):
         lost.backward()
+
+
+def test_a_tied_tensor_is_watched_under_all_its_names():
+    net = torch.nn.Module()
+    net.a = net.b = torch.nn.Parameter(torch.full((3,), 0.5))
+
+    def core(x, v):
+        h = v * net.a + x * net.b
+        return h.tanh(), h
+
+    (lost,) = flexsn.scan(core, (torch.rand(9, 4, 3).split(4),), (None,), reduce=lambda k, y: y.square().sum()).outputs
+    net.b = torch.nn.Parameter(torch.full((3,), 5.0))
+    with pytest.raises(PiecesError, match="replaced by another one"):
+        lost.backward()

@@ -11,6 +11,7 @@ import importlib
 import io
 import itertools
 import logging
+import random
 import re
 import threading
 import time
@@ -26,7 +27,7 @@ from torch.nn.utils import parametrize
 
 import flexsn
 from flexsn import surrogate
-from flexsn.errors import CannotFuseError, CapturedTensorError, ParamGradientError, SideEffectError
+from flexsn.errors import CannotFuseError, CapturedTensorError, ParamGradientError, RandomOpError, SideEffectError
 from flexsn.reads import look
 
 kept = importlib.import_module("flexsn.scan").look  # the package's `scan` is the function
@@ -1150,3 +1151,32 @@ def test_a_core_that_catches_what_an_iterator_says():
 
     with pytest.raises(SideEffectError, match="draws from the iterator"):
         flexsn.scan(core, [torch.ones(2, 3)], [None], backend="cpp")
+
+
+def test_methods_of_lists_dicts_and_tensors_are_told_from_each_other():
+    """By what they are bound to."""
+
+    def follow(core, change=lambda: None):
+        x = torch.ones(2, 3)
+        for _ in range(2):
+            assert torch.equal(flexsn.scan(core, [x], [None], backend="cpp").outputs[0][0], core(x[0], torch.zeros(3))[0])
+            change()
+
+    for value in (1.0, 7.0):
+        times, get, d = torch.full((3,), value).mul, {"k": value}.get, {"k": value}
+        follow(lambda x, v, times=times: (times(x) + v, v))
+        follow(lambda x, v, get=get: (x * get("k"), v))
+        follow(lambda x, v, get=d.get: (x * get("k"), v), lambda d=d: d.update(k=d["k"] + 1))
+
+
+@pytest.mark.parametrize("draw", [itertools.count(1).__next__, [3.0, 2.0, 1.0].pop], ids=["next", "pop"])
+def test_methods_that_change_what_they_are_bound_to(draw):
+    with pytest.raises(SideEffectError):
+        flexsn.scan(lambda x, v: (x * draw(), v), [torch.ones(2, 3)], [None], backend="cpp")
+    assert draw() in (1, 1.0)
+
+
+def test_a_generator_behind_its_method():
+    draw = random.Random(0).random
+    with pytest.raises(RandomOpError):
+        flexsn.scan(lambda x, v: (x * draw(), v), [torch.ones(2, 3)], [None], backend="cpp")
