@@ -233,11 +233,13 @@ def main(target, *names):
     jobs = [(n, k, tile, target) for n in names for k, made in plans(n).items() for tile in tiles(made)]
     with multiprocessing.get_context("fork").Pool(2) as pool:
         print(json.dumps(pool.map(build, jobs, chunksize=1)))
+        pool.close()
+        pool.join()  # nobody writes to Triton's cache any more
 
 
 @functools.cache
 def built(target, *names):
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # what was found counts, and not who clears up
         return child([str(Path(__file__)), target, *names], TRITON_CACHE_DIR=folder)
 
 
