@@ -34,8 +34,8 @@ from ..module import FlexSN
 from ..ops import WANTED as NAMES
 from ..ops import backend_of
 from ..plan import Plan
+from ..prepare import prepare
 from ..run import Call, Launch
-from ..scan import prepare
 from ..signature import core_name
 from .dependency import drawing_of
 from .hoisted import hoisted_ops, op_of
