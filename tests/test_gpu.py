@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cores import adlif, lif
+from fuzzing import batch, campaign
 from helpers import check
 from test_triton_ops import DTYPES, different_ops
 
@@ -30,6 +31,14 @@ def test_auto_picks_triton_for_cuda_tensors(recwarn):
     x = operands(5, 100)
     assert same(flexsn.scan(core, [x], [None], strict=True), flexsn.scan(core, [x], [None], backend="torch"))
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_random_cores(many):
+    """At length: `python tools/fuzz.py --device cuda`."""
+    with batch.on_gpu(many):
+        verdicts = [verdict for _, verdict in campaign.run([f"20261125/{k}" for k in range(100, 112)], "triton")]
+    assert verdicts == ["ok"] * 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsn import launch_cache, launch_cpp
+from flexsn import launch_cache, launch_cpp, launch_triton, render_triton
 from flexsn.backends import BACKENDS
 from flexsn.plan import Plan
 
@@ -86,3 +86,19 @@ def joined(sources: Sequence[str]) -> str:
     unique = list(dict.fromkeys(tops))
     includes = [t for t in unique if t.startswith("#")]
     return "\n".join([*includes, *(t for t in unique if t not in includes), "using namespace flexsn;", *bodies, ""])
+
+
+@contextlib.contextmanager
+def on_gpu(many: bool) -> Iterator[None]:
+    """On a GPU, kernels for the sizes of a call alone; with `many`, those that a call with many neurons has. Without the fast
+    divisions of gradients, whose error the bounds of rounding errors do not know."""
+    before = launch_triton._CLASSES, launch_triton._WIDE, launch_triton.Kernel._expect_others
+    launch_triton._CLASSES, launch_triton.Kernel._expect_others = (), lambda *args: None  # type: ignore[assignment, method-assign]
+    smooth, render_triton._smooth = render_triton._smooth, lambda graph: set()
+    if many:
+        launch_triton._WIDE = 0
+    try:
+        yield
+    finally:
+        launch_triton._CLASSES, launch_triton._WIDE, launch_triton.Kernel._expect_others = before  # type: ignore[method-assign]
+        render_triton._smooth = smooth

@@ -42,7 +42,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Operand:
-    """An input sequence `[T, *shape]`, an initial state or a param; `values` None: a default state."""
+    """An input sequence `[T, *shape]`, an initial state or a param; `values`, on the CPU, None: a default state.
+    Its tensor is on the default device."""
 
     name: str
     values: Tensor | None
@@ -52,7 +53,8 @@ class Operand:
     def tensor(self) -> Tensor | None:
         if self.values is None:
             return None
-        placed = self.values if self.layout == "plain" else eval(LAYOUTS[self.layout].format("x"), {"torch": torch, "x": self.values})
+        values = self.values.to(torch.get_default_device())
+        placed = values if self.layout == "plain" else eval(LAYOUTS[self.layout].format("x"), {"torch": torch, "x": values})
         return placed.detach().requires_grad_(self.grad)
 
 
@@ -103,10 +105,12 @@ class Case:
 
     def script(self, backend: str) -> str:
         """A runnable program that shows what the backend and the eager loop give."""
+        device = torch.get_default_device().type
         return _SCRIPT.format(
             label=self.label, backend=backend, core=self.source(), operands="\n".join(_assignment(o) for o in self.operands),
             inputs=_names(self.inputs), states=_names(self.states), params=_names(self.params), loss=list(self.loss),
-            sequences=self.sequences, interpret='os.environ["TRITON_INTERPRET"] = "1"\n' if backend == "triton" else "",
+            sequences=self.sequences, interpret='os.environ["TRITON_INTERPRET"] = "1"\n' if backend == "triton" and device == "cpu" else "",
+            device='\ntorch.set_default_device("cuda")\n' if device == "cuda" else "",
         )  # fmt: skip
 
 
@@ -145,7 +149,7 @@ from math import inf, nan
 import torch.nn.functional as F
 
 import flexsn
-
+{device}
 
 {core}
 
@@ -156,7 +160,7 @@ for backend in ("torch", "{backend}"):
     results = (*result.outputs, *result.states)
     print(backend, *results, sep="\\n  ")
     roots = [(k, r) for k, (r, used) in enumerate(zip(results, {loss})) if used and r.requires_grad]
-    loss = [torch.randn(r.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64).to(r) for k, r in roots]
+    loss = [torch.randn(r.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64, device="cpu").to(r) for k, r in roots]
     if roots and operands:
         print("gradients", *torch.autograd.grad([r for _, r in roots], operands, loss, allow_unused=True), sep="\\n  ")
 """

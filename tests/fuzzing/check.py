@@ -79,8 +79,8 @@ def as_run(case: Case, operands: Operands, outputs: Sequence[Tensor], states: Se
     for k, (value, used) in enumerate(zip(results.values(), case.loss, strict=True)):
         if used and value.requires_grad:
             roots.append(value)
-            generator = torch.Generator().manual_seed(k)
-            cotangents.append(torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value))
+            generator = torch.Generator("cpu").manual_seed(k)
+            cotangents.append(torch.randn(value.shape, generator=generator, dtype=torch.float64, device="cpu").to(value))
     for value in trail:
         if value.requires_grad:
             roots.append(value)

@@ -27,7 +27,8 @@ _SPECIALS = (0.0, -0.0, 1.0, -1.0, 0.5, 2.5, 1e-3, 88.5, 104.0, 2.0**23 + 0.5, 1
 
 def generate(label: str, depth: int = 30) -> Case:
     """The case of a label; `depth`: the most lines of its core, guards and conversions not counted."""
-    return _Draw(label, depth).case()
+    with torch.device("cpu"):
+        return _Draw(label, depth).case()
 
 
 class _Draw:

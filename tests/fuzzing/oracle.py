@@ -44,6 +44,9 @@ TAILS = frozenset(
     """softshrink softshrink_backward hardshrink_backward elu_backward hardswish_backward hardtanh_backward logit_backward
     fmod remainder pow sinh cosh minimum maximum fmin fmax clamp clamp_min clamp_max add sub rsub""".split()
 )
+# On a GPU, as in PyTorch's code for tails, these let NaNs pass: a CPU is asked for them.
+OF_NAN = frozenset("elu_backward hardtanh_backward hardswish_backward hardshrink_backward softshrink_backward logit_backward".split())
+HARD = frozenset(("hardsigmoid", "hardswish"))  # in float64 on a GPU PyTorch multiplies by 1/6 rounded to float32: docs/numerics.md
 # On a GPU, as in PyTorch's code for tails, the remainder is exact where a / b overflows; the vector code of a CPU gives NaN.
 REMAINDERS = frozenset(("fmod", "remainder"))
 # Made of several ops, of 16-bit floats: PyTorch rounds between them on a CPU, flexsn once
@@ -91,7 +94,7 @@ def _storage(graph: Graph) -> dict[str, torch.dtype]:
 
 def _run(kernel: Any, *args: Tensor) -> Tensor:
     rows = [a.contiguous() for a in torch.broadcast_tensors(*args)]
-    out = torch.empty(rows[0].shape, dtype=kernel.plan.writes[0].storage)
+    out = torch.empty(rows[0].shape, dtype=kernel.plan.writes[0].storage, device=rows[0].device)
     kernel.bind([True] * (len(rows) + 1), 1, out.numel())([*rows, out], [])
     return out
 
@@ -106,7 +109,7 @@ Spec = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 
 
 @functools.cache
-def _lowered(func: Any, spec: Spec, frozen: tuple[Any, ...]) -> tuple[Program, list[str], bool] | None:
+def _lowered(func: Any, spec: Spec, frozen: tuple[Any, ...], backend: str, device: torch.device) -> tuple[Program, list[str], bool] | None:
     """A call as a program, the name of every tensor in it, and whether it is a single closed op; None if none approximates.
 
     `spec`: of its tensors, shape, dtype, and whether they depend on params alone."""
@@ -122,7 +125,7 @@ def _lowered(func: Any, spec: Spec, frozen: tuple[Any, ...]) -> tuple[Program, l
     metas = [Meta(spec[i][0], torch.float32 if spec[i][1] in HALF else spec[i][1]) for i in (*moving, *still)]
     try:
         sig = make_signature(core, len(moving), 0, len(still))
-        program = program_of("cpp", core, sig, metas, torch.device("cpu"), {}, None)
+        program = program_of(backend, core, sig, metas, device, {}, None)
     except FlexSNError:
         return None  # not elementwise: PyTorch's own then
     prologue = any(n.op == "call_function" and n.meta["kind"] == "static" for n in program.blueprint.forward.graph.nodes)
@@ -173,9 +176,10 @@ def _thaw(frozen: tuple[Any, ...], tensors: list[Tensor]) -> Any:
 
 def _interpret(graph: Graph, inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
     env: dict[Any, Tensor] = {node: inputs[role] for role, node in graph.inputs.items()}
+    device = next(iter(inputs.values())).device
 
     def get(node: Any) -> Tensor:
-        return env[node] if node.op != "const" else torch.tensor(node.value, dtype=node.dtype)
+        return env[node] if node.op != "const" else torch.tensor(node.value, dtype=node.dtype, device=device)
 
     for node in graph.nodes:
         args = [get(a) for a in node.args]
@@ -241,25 +245,32 @@ class Own(TorchDispatchMode):
         outs = (out,) if isinstance(out, Tensor) else out
         if not any(o.is_floating_point() and o.numel() for o in outs):
             return out
+        shape = torch.broadcast_shapes(*(t.shape for t in tensors if t.numel()))
         alone = any(id(t) in self.static for t in tensors)  # PyTorch computes those, and its last bit depends on their number
-        spec = tuple((tuple(t.shape) if alone else (3,) * (t.dim() > 0), t.dtype, id(t) in self.static) for t in tensors)
+        full = [shape if not t.numel() else tuple(t.shape) for t in tensors]  # on a GPU, logsigmoid has an empty buffer
+        spec = tuple((s if alone else (3,) * (len(s) > 0), t.dtype, id(t) in self.static) for s, t in zip(full, tensors, strict=True))
         with torch.utils._python_dispatch._disable_current_modes():
-            lowered = _lowered(func, spec, frozen)
+            tensors = [t if t.numel() else t.new_zeros(s) for s, t in zip(full, tensors, strict=True)]
+            lowered = _lowered(func, spec, frozen, self.backend, outs[0].device)
             name = func._schema.name.removeprefix("aten::")
             exact = self.backend == "triton" and name in REMAINDERS
-            eager = placed(func, frozen, tensors, _strided if exact else _padded) if exact or name in TAILS else out
+            eager = out
+            if outs[0].is_cuda:
+                eager = as_kernels_have_it(func, frozen, tensors, out)
+            elif exact or name in TAILS:
+                eager = placed(func, frozen, tensors, _strided if exact else _padded)
             if lowered is None:
                 return eager
             program, order, single = lowered
             wide = [t.float() if t.dtype in HALF else t for t in tensors]
-            shape = torch.broadcast_shapes(*(t.shape for t in tensors))
             named = dict(zip(order, wide, strict=True))
             named |= program.prologue(named)
             values = _interpret(program.graph, {r: named[r].expand(shape) for r in program.graph.inputs}, self.backend)
-            found = tuple(v.to(o.dtype).expand(o.shape).contiguous() for v, o in zip(values, outs, strict=True))
+            pairs = zip(values, outs, strict=True)
+            found = tuple(v.to(o.dtype).expand(o.shape).contiguous() if o.numel() else o for v, o in pairs)
             for value, o in zip(found, (eager,) if isinstance(eager, Tensor) else eager, strict=True):
                 exempt = name == "hardsigmoid_backward" or rounded_once(func, [t.dtype for t in tensors])
-                if value.is_floating_point() and not exempt:
+                if value.is_floating_point() and o.numel() and not exempt:
                     compare(func, tensors, value, o, single, self.backend)
         self.substituted.add(func._schema.name)
         return found[0] if isinstance(out, Tensor) else found
@@ -269,6 +280,17 @@ def rounded_once(func: Any, dtypes: Sequence[torch.dtype]) -> bool:
     name = func._schema.name.removeprefix("aten::")
     modes = name == "div" and "mode" in func._overloadname
     return (modes or name.removesuffix("_backward") in ROUNDED_ONCE) and any(d in HALF for d in dtypes)
+
+
+def as_kernels_have_it(func: Any, frozen: Any, tensors: list[Tensor], out: Any) -> Any:
+    """What a GPU gives, but for what docs/numerics.md says of NaNs and of hard sigmoids."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in HARD and out.dtype is torch.float64:
+        return torch._decomp.decomposition_table[func](tensors[0])
+    if name not in OF_NAN:
+        return out
+    nan = functools.reduce(torch.logical_or, [t.isnan() for t in tensors])
+    return torch.where(nan, placed(func, frozen, [t.cpu() for t in tensors], _padded).to(out.device), out)
 
 
 def placed(func: Any, frozen: Any, tensors: list[Tensor], place: Callable[[Tensor], Tensor]) -> Any:
@@ -307,6 +329,8 @@ def compare(func: Any, args: Sequence[Tensor], own: Tensor, eager: Tensor, direc
         allowed = allowed.clamp(min=torch.finfo(torch.float32).eps)
     if backend == "triton" and func is torch.ops.aten.digamma.default:  # left of 0 PyTorch rounds pi * x before it takes the tangent
         allowed = torch.where(args[0].double() < 0, allowed + 4 * eps * b * b, allowed)
+    if func is torch.ops.aten.special_erfcx.default:  # PyTorch rounds x * x before it takes `exp` of it
+        allowed = torch.where(args[0] < 0, allowed + eps * b * args[0] * args[0], allowed)
     allowed = torch.where(b == 0, allowed.clamp(min=4 * info.tiny), allowed)  # PyTorch flushes some denormals
     same = (a == b) | ((a - b).abs() <= allowed) | (a.isnan() & b.isnan())
     if not direct:  # PyTorch's `gelu` of the largest numbers overflows, and of an infinite one is NaN
@@ -324,11 +348,11 @@ class Bounds(Own):
         super().__init__(static, backend)
         self.known: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for root in roots:
-            self.known[id(root)] = (root, root.detach().double().abs(), torch.zeros(root.shape, dtype=torch.float64))
+            self.known[id(root)] = (root, root.detach().double().abs(), torch.zeros_like(root, dtype=torch.float64))
 
     def of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Magnitude and error bound; zeros for what no loss reaches."""
-        zero = torch.zeros(grad.shape, dtype=torch.float64)
+        zero = torch.zeros_like(grad, dtype=torch.float64)
         return self.known[id(grad)][1:] if id(grad) in self.known else (zero, zero)
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -351,7 +375,7 @@ class Bounds(Own):
 
     def elementwise(self, func: Any, frozen: Any, flat: list[Tensor], before: list[Any]) -> tuple[Tensor, Tensor]:
         """Linear in every gradient: its weight is the op's value at 1, the other gradients 0."""
-        total, error = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        total = error = torch.zeros((), dtype=torch.float64, device=flat[0].device)
         for i, known in enumerate(before):
             if known is None:
                 continue
@@ -359,10 +383,23 @@ class Bounds(Own):
             args, kwargs = _thaw(frozen, [*tried])
             weight = func(*args, **kwargs)
             eps, own = torch.finfo(weight.dtype).eps, self.own(func, frozen, tried, weight)
+            contracted = self.contracted(func, frozen, tried, own, i)
             weight = torch.maximum(weight.double().abs(), own.double().abs())
             term = known[1] * weight
+            error = error + known[1] * contracted
             total, error = total + term, error + known[2] * weight + eps * term.clamp(min=torch.finfo(torch.float32).tiny)
         return total, error
+
+    def contracted(self, func: Any, frozen: Any, tried: list[Tensor], weight: Tensor, gradient: int) -> Tensor | float:
+        """How far a fused multiply-add, which a GPU's own derivatives have, may take a weight: as far as an ulp of its arguments."""
+        if not weight.is_cuda:
+            return 0.0
+        moved: Tensor | float = 0.0
+        for i, t in enumerate(tried):
+            if i != gradient and t.is_floating_point() and t.numel():
+                args, kwargs = _thaw(frozen, [*tried[:i], t * (1 + torch.finfo(t.dtype).eps), *tried[i + 1 :]])
+                moved = moved + (func(*args, **kwargs).double() - weight.double()).abs().nan_to_num(0.0, 0.0, 0.0)
+        return moved
 
     def moved(self, func: Any, frozen: Any, flat: list[Tensor], before: list[Any], out: Any) -> None:
         def part(k: int) -> Any:
