@@ -277,8 +277,10 @@ def _states_after_call(record: LayerRecord, module: nn.Module) -> dict[str, Tens
 
 def _activity(r: LayerRecord, limits: Limits) -> str | None:
     rate = r.rate
-    if rate is None:
+    if not r.calls:
         return f"{_name(r)} was not called"
+    if rate is None:  # calls of no steps
+        return None
     if not math.isfinite(rate):
         return f"{_name(r)} gives values that are not finite"
     if not r.spiking:
@@ -291,7 +293,7 @@ def _activity(r: LayerRecord, limits: Limits) -> str | None:
 
 
 def _flow(r: LayerRecord, norm: float | None, largest: float | None, limits: Limits) -> str | None:
-    if largest is None or not r.calls:
+    if largest is None or r.rate is None:
         return None
     if norm is None:
         return f"no gradient reaches {_name(r)}"

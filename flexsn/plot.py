@@ -73,7 +73,7 @@ def raster(spikes: Any, ax: Axes | None = None, *, dt: float | None = None, colo
     own = color_of_each(color, values.shape[1])
     colors = color if own is None else [own[k] for k in neuron]
     width = max(0.4, min(2.5, 240 / len(values)))
-    ax.vlines(step * unit, neuron - height / 2, neuron + height / 2, colors=colors, lw=width)
+    ax.vlines(step * unit, neuron - height / 2, neuron + height / 2, colors=colors, lw=width, snap=False)  # bars of less than a pixel stay
     _time_axis(ax, len(values), dt)
     ax.set(ylim=(-0.7, values.shape[1] - 0.3), ylabel="neuron")
     _whole_numbers(ax.yaxis)
@@ -115,13 +115,15 @@ def traces(
         for style, found in levels.items():
             if found is not None:
                 ax.plot(time, base + found[:, k], color=GREY, lw=0.9, ls=style, zorder=1)
-        ax.plot(time, base + v[:, k], color=BLUE, lw=1.4)
+        ax.plot(time, base + v[:, k], color=BLUE, lw=1.4, marker="." if len(v) == 1 else None)
         if fired is not None:
             ax.vlines(time[fired[:, k]], base + high, base + high + 0.15 * span, color=ORANGE, lw=1.5)
     if v.shape[1] == 1 and labels is None:
         ax.set_ylabel("membrane")
     else:
-        ax.set_yticks(bases + (low + high) / 2, labels=labels or [f"neuron {k}" for k in range(v.shape[1])])
+        every = 1 if labels is not None else -(-v.shape[1] // 20)  # names for more neurons would lie on each other
+        shown = range(0, v.shape[1], every)
+        ax.set_yticks((bases + (low + high) / 2)[::every], labels=labels or [f"neuron {k}" for k in shown])
         ax.tick_params(axis="y", length=0)
     _time_axis(ax, len(v), dt)
     return ax

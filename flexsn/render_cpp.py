@@ -309,7 +309,7 @@ def _vjp_step(plan: Plan) -> _Step:
     _operand_rows(back, vjp, plan, "{}_row + (t - start) * tile")
     sequences = {a.role: a for a in plan.reads if a.kind == "sequence"}
     for a in plan.carried:
-        ctype = COMPUTE[a.compute]
+        ctype = ROW[a.compute]
         back.row(f"{a.role}_row", ctype, f"{a.role}_row", const=False)
         if a.role[:2] == "gp":
             back.bottom.append(f"{a.role}_row[i] += {_stored(vjp.outputs[a.role], ctype)};")

@@ -105,7 +105,10 @@ def takes(together: Rule | None = None, /, **rules: Rule) -> Callable[[Callable[
         def spike(x: Tensor | None = None, *args: Any, **settings: Any) -> Any:
             if len(args) > len(rules):
                 raise ArgumentError(f"{name} takes {len(rules)} settings by position, but was given {len(args)}")
-            settings |= dict(zip(names, args, strict=False))
+            placed = dict(zip(names, args, strict=False))
+            if twice := sorted(placed.keys() & settings):
+                raise ArgumentError(f"{name} was given {', '.join(twice)} twice, by position and by name")
+            settings |= placed
             _check(name, checked, settings)
             if together is not None and not together.holds(defaults | settings):
                 raise ArgumentError(f"{name} needs {together.words}")

@@ -33,6 +33,13 @@ class Layout:
             return common
         return tuple(torch.broadcast_shapes(common, self.step))
 
+    def narrow(self, step: Shape) -> set[int]:
+        """Dims, from the last (-1), along which a return was smaller than the step that was traced."""
+        if len(self.step) != len(step):
+            return set()
+        dims = range(-len(step), 0)
+        return {d for d in dims if self.step[d] != 1 and any(-d > len(m.shape) or m.shape[d] == 1 for m in self.returns)}
+
     def return_shape(self, index: int, step: Shape) -> Shape:
         """Of a return, at step shape `step`: smaller along the dims in which the traced one was."""
         own, whole = self.returns[index].shape, self.step
@@ -148,6 +155,20 @@ def step_shape(info: FlexSNInfo, shapes: Sequence[Shape]) -> Shape:
     except RuntimeError:
         listed = ", ".join(str(list(s)) for s in shapes)
         raise ShapeMismatchError(f"one-step shapes do not broadcast: {listed}") from None
+
+
+def check_narrow(info: FlexSNInfo, given: Sequence[Shape | None], step: Shape) -> None:
+    """Raise where an operand is larger than its example along a dim in which a return follows that example."""
+    if info.layout is None:
+        return
+    for d in info.layout.narrow(step):
+        for name, meta, shape in zip(info.fwd_core_args, info.layout.args, given, strict=False):
+            traced, now = (1 if s is None or -d > len(s) else s[d] for s in (meta.shape, shape))
+            if traced == 1 and now != 1:
+                raise ShapeMismatchError(
+                    f"operand `{name}` has steps of shape {list(shape or ())}, but its example was {list(meta.shape)}, and so are results",
+                    hint="Build the kernel from examples of the shapes that it is to take.",
+                )
 
 
 def return_shape(info: FlexSNInfo, index: int, step: Shape) -> Shape:

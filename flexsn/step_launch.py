@@ -12,7 +12,7 @@ from .errors import DeviceMismatchError, OperandCountError, OperandTypeError, Se
 from .rows import narrow, rows, unbroadcast
 from .run import Launch
 from .signature import DTYPES
-from .step_info import FlexSNInfo, Shape, dtypes, return_shape, step_shape
+from .step_info import FlexSNInfo, Shape, check_narrow, dtypes, return_shape, step_shape
 from .step_kernels import StepKernel
 from .step_render import saved_roles
 
@@ -105,7 +105,9 @@ def operands(info: FlexSNInfo, args: Sequence[Tensor | None]) -> tuple[list[Tens
             raise SequenceLengthError(f"input sequences [T, *shape] of shapes {', '.join(str(list(t.shape)) for t in inputs)}")
     shapes = [tuple(x.shape[1:]) for x in inputs] + [tuple(v.shape) for v in states if v is not None]
     _same_device([*inputs, *states])
-    return inputs, states, inputs[0].shape[0], step_shape(info, shapes)
+    step = step_shape(info, shapes)
+    check_narrow(info, [*(tuple(x.shape[1:]) for x in inputs), *(None if v is None else tuple(v.shape) for v in states)], step)
+    return inputs, states, inputs[0].shape[0], step
 
 
 def return_metas(

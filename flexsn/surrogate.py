@@ -335,7 +335,7 @@ def _unlearned(gradient: Function, x: Tensor) -> Any:
 def poisson_pass(x: Tensor, noise: Tensor) -> Tensor:
     """A spike with probability `x`: 1 where `x > noise`, with `noise` uniform in [0, 1); gradient 1. Pass `torch.rand_like(x)` of the
     whole sequence as another input of the core."""
-    return _spike(x - noise.detach(), lambda x: 1.0, False)
+    return _spike(x - noise.detach(), lambda x: 1.0, False).to(x.dtype)
 
 
 @takes(noise=NOISE, mean=FINITE, variance=FINITE)
@@ -343,4 +343,4 @@ def SSO(x: Tensor, noise: Tensor, mean: float = 0.0, variance: float = 0.2, *, i
     """Stochastic spike operator: gradient 1 where it spikes, else `(noise - 0.5 + mean) * variance` with `noise` uniform in [0, 1)."""
     s = (_reaches if inclusive else _exceeds)(x).detach()
     slope = torch.where(s > 0, 1.0, (noise.detach() - 0.5 + mean) * variance)
-    return s + slope * (x - x.detach())  # which adds 0
+    return s + slope.to(x.dtype) * (x - x.detach())  # which adds 0

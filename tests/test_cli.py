@@ -121,6 +121,7 @@ def test_explain_errors(run, here, words, told):
         ((), "COMMAND"),
         (("explain", LIF, "--shape", "5x8"), "'5x8' is no shape: write the steps"),
         (("explain", LIF, "--shape", "5,-8"), "is no shape"),
+        (("explain", LIF, "--states", "-1"), "'-1' is no number of states"),
         (("explain", LIF, "--backend", "cuda"), "invalid choice: 'cuda'"),
         (("cache",), "ACTION"),
         (("unknown",), "invalid choice: 'unknown'"),

@@ -292,6 +292,38 @@ def test_integers_and_bools():
     assert [g.dtype for g in got[1:]] == [torch.bool, torch.int64] and not any(g.any() for g in got[1:])
 
 
+@pytest.mark.parametrize("example", [(8,), (1, 8), (4, 1)], ids=str)
+def test_a_state_that_is_larger_than_its_example(example):
+    """Results are as small as the example makes them: they would lose neurons."""
+
+    def core(x, v):
+        v = v * 0.5 + 1
+        return x + v, v
+
+    x, v = torch.rand(3, 4, 8), torch.rand(4, 8)
+    kernel, info = build_inference_kernel(core, 1, 1, 1, [x[0], torch.zeros(example)])
+    with pytest.raises(ValueError, match=r"operand `arg1_1` has steps of shape \[4, 8\], but its example was"):
+        flexsn_inference(kernel, info, x, v)
+    small = torch.rand(example)
+    got, want = flexsn_inference(kernel, info, x, small), loop(core, [x], [small], 1)
+    assert all(torch.equal(a, b) for a, b in zip(got, want[0] + want[1], strict=True))
+
+
+def test_training_with_a_bool_state():
+    def core(x, up):
+        return torch.where(up, x, -x), x > 0
+
+    x, up = torch.randn(5, 4, requires_grad=True), torch.zeros(4, dtype=torch.bool)
+    forward, backward, info = build_training_kernels(core, 1, 1, 1, [torch.zeros(4), up])
+    returns = flexsn_forward(forward, info, x, up)
+    outputs, sequences, _ = loop(core, [x], [up], 1)
+    assert torch.equal(returns[0], outputs[0]) and torch.equal(returns[1], sequences[0])
+    saved = [returns[i] for i in info.c2k_return_mapping]
+    got = flexsn_backward(backward, info, torch.ones(5, 4), None, *saved, state_templates=[up])
+    assert torch.equal(got[0], torch.autograd.grad(outputs[0].sum(), x)[0])
+    assert got[1].dtype == torch.bool and not got[1].any()
+
+
 def test_a_state_that_the_core_promotes():
     """It is carried in its own dtype; its sequence has the dtype that the core returns."""
 

@@ -321,6 +321,11 @@ def test_layers_that_were_not_called_are_flagged():
     assert seen["unused"].rate is None and "unused  FlexSN      0       -" in str(seen)
 
 
+def test_calls_of_no_steps_are_calls():
+    seen = problems_of(nn.Sequential(flexsn.FlexSN(lif, num_states=1)), torch.zeros(0, 4, 6, requires_grad=True), torch.sum)
+    assert seen["0"].calls == 1 and seen.problems == []
+
+
 def test_vanishing_and_missing_gradients_are_flagged():
     class Scale(nn.Module):
         def __init__(self, factor):

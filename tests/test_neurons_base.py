@@ -28,6 +28,13 @@ def test_arguments_are_those_of_the_core():
     assert neuron.state_names == ("v",) and "tau=3.0, v_threshold=1.0, v_reset=None" in repr(neuron)
 
 
+def test_what_is_shown_of_a_neuron():
+    """Its values, however they came to it."""
+    for neuron in (flexsn.LIF(), pickle.loads(pickle.dumps(flexsn.LIF())), flexsn.LIF(v_leak=0, r=1)):
+        assert repr(neuron).startswith("LIF(tau=2.0, v_threshold=1.0, v_reset=0.0, step_mode=")
+    assert "v_leak=0.5, step_mode=" in repr(flexsn.LIF(v_leak=0.5))
+
+
 def test_the_module_is_the_core():
     want = flexsn.scan(neurons.lif, [X], [None], [torch.tensor(3.0), torch.tensor(0.5)], backend="torch").outputs[0]
     assert torch.equal(flexsn.LIF(tau=3.0, v_threshold=0.5)(X), want) and 0 < want.mean() < 1

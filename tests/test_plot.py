@@ -91,6 +91,19 @@ def test_raster_has_a_bar_per_spike(ax, dt):
     assert low < 0 and high >= 29 * (dt or 1.0)
 
 
+def test_bars_of_less_than_a_pixel_leave_ink():
+    fig, ax = plt.subplots(layout="constrained")
+    for n in range(0, 1000, 97):
+        spikes = torch.zeros(300, 1000)
+        spikes[150, n] = 1.0
+        ax.clear()
+        plot.raster(spikes, ax=ax)
+        ax.set_axis_off()
+        fig.canvas.draw()
+        assert np.asarray(fig.canvas.buffer_rgba())[..., :3].min() < 250, n
+    plt.close(fig)
+
+
 def test_raster_takes_a_color_per_neuron_and_one_neuron(ax):
     spikes = torch.eye(3).flip(0)  # neuron 2 first
     plot.raster(spikes, ax=ax, color=["red", "green", "blue"])
@@ -121,6 +134,16 @@ def test_traces_draw_membranes_levels_and_spikes(ax):
     span = threshold.max().item() + 0.5
     assert np.diff(bases).min() > span, "traces do not overlap"
     assert [t.get_text() for t in ax.get_yticklabels()] == ["a", "b", "c"]
+
+
+def test_names_of_many_traces_do_not_lie_on_each_other(ax):
+    plot.traces(torch.rand(12, 60), ax=ax)
+    assert [t.get_text() for t in ax.get_yticklabels()] == [f"neuron {k}" for k in range(0, 60, 3)]
+
+
+def test_one_step_of_a_trace_is_seen(ax):
+    plot.traces(torch.rand(1, 2), ax=ax)
+    assert {line.get_marker() for line in ax.lines} == {"."}
 
 
 def test_one_trace_keeps_its_scale(ax):

@@ -283,6 +283,20 @@ def test_settings_that_make_no_gradient_are_refused(name):
         getattr(surrogate, name)(X, *range(9))
 
 
+def test_a_setting_given_twice():
+    with pytest.raises(ArgumentError, match="atan was given alpha twice"):
+        surrogate.atan(X, 3.0, alpha=2.0)
+
+
+@pytest.mark.parametrize("spike", [surrogate.SSO, surrogate.poisson_pass])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_random_surrogates_give_the_dtype_of_x(spike, dtype):
+    x = X.to(dtype).requires_grad_()
+    s = spike(x, NOISE)
+    (grad,) = torch.autograd.grad(s.sum(), x)
+    assert s.dtype == grad.dtype == dtype and grad.any()
+
+
 def test_settings_that_are_missing_are_named():
     for name in ("custom_surrogate", "poisson_pass", "SSO"):
         with pytest.raises(ArgumentError, match=f"{name} needs {OPERAND_NAMES[name]}: "):

@@ -29,7 +29,7 @@ def add_explain(commands: Any) -> list[argparse.ArgumentParser]:
     parser = commands.add_parser("explain", help=about, description=about[0].upper() + about[1:] + ".")
     parser.add_argument("target", metavar="MODULE:NAME", help="a core, a FlexSN or a network: package.module:name or file.py:name")
     add_operands(parser)
-    parser.add_argument("--states", type=int, metavar="S", help="number of states of a core; by default what its inputs leave")
+    parser.add_argument("--states", type=number_of_states, metavar="S", help="number of states of a core; by default what its inputs leave")
     parser.add_argument("--backend", choices=WANTED, help='by default "auto", or the module\'s own')
     parser.add_argument("--no-measure", action="store_true", help="time nothing")
     parser.add_argument("--html", metavar="FILE", help="write the report as a page")
@@ -56,6 +56,12 @@ def shape(text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape: write the steps and the sizes of a step, such as 100,32,512")
     return sizes
+
+
+def number_of_states(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of states: write 0, 1, 2, ...")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> Outcome:

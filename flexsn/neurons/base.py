@@ -16,6 +16,7 @@ from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN
 from ..signature import positional_names
 
+_SHOWN = ("tau", "v_threshold", "v_reset")  # in the repr, whatever their values
 Argument = float | int | bool | str | None | Tensor | Callable[..., Any]
 
 
@@ -150,7 +151,8 @@ class Neuron(FlexSN):
         return self.filled(starts, inputs)
 
     def extra_repr(self) -> str:
-        shown = {n: v for n, v in self.arguments.items() if n in ("tau", "v_threshold", "v_reset") or v is not type(self).defaults[n]}
+        usual = type(self).defaults
+        shown = {n: v for n, v in self.arguments.items() if n in _SHOWN or isinstance(v, Tensor) or v != usual[n]}
         return ", ".join([*(f"{n}={_shown(v)}" for n, v in shown.items()), f"step_mode={self.step_mode!r}", f"backend={self.backend!r}"])
 
 
