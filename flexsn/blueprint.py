@@ -6,6 +6,7 @@ what is known of sizes: which dims of the step shape may change. `text.py` write
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .capture import Meta, Trace, trace
-from .errors import CoreError, NotElementwiseError, UnsupportedOpError
+from .errors import CoreError, NotElementwiseError, RandomOpError, UnsupportedOpError
 from .graph import HALF
 from .signature import Signature, broadcasts, noting_default_states, state_mismatch, step_shape
 
@@ -74,9 +75,14 @@ class Blueprint:
         return _computed(self.sig, self.metas, self.step)
 
     def differentiate(self, core: Callable, captured: dict[str, Tensor], device: torch.device) -> Trace:
-        """Record the VJP on first use; `core` is the one that this blueprint was made from, or its equal."""
+        """Record the VJP on first use; `core` is the one that this blueprint was made from, or its equal. Fewer dims may be free
+        afterwards: a backward may depend on sizes that the core does not ask for."""
         if self.vjp is None:
-            self.vjp = trace(core, self.sig, self.computed, device, captured, vjp=True)
+            record = functools.partial(trace, core, self.sig, device=device, captured=captured, vjp=True)
+            vjp = record(metas=self.computed)
+            self.free_dims = _free_dims(record, self, vjp, captured, self.free_dims)
+            self.vjp = vjp
+            self.texts.clear()
         return self.vjp
 
     def shapes(self, operand_shapes: Sequence[tuple[int, ...]]) -> Shapes | None:
@@ -118,7 +124,7 @@ def draw(
         if step and any(not m.shape for m in seen[:ins]) and len({m.dtype for m in seen}) > 1:
             _check_promotion(record, sig, seen, computed, forward)
     made = Blueprint(sig, seen, tuple(returns[: len(returns) - sig.num_states]), step, frozenset(), forward)
-    made.free_dims = _free_dims(record, made, captured)
+    made.free_dims = _free_dims(functools.partial(record, vjp=False), made, forward, captured, frozenset(range(len(step))))
     return made
 
 
@@ -207,18 +213,23 @@ def _dtypes(recorded: Trace) -> list[torch.dtype]:
     return [n.meta["val"].dtype for n in nodes if getattr(getattr(n.target, "_schema", None), "name", "") not in moves]
 
 
-def _free_dims(record: Record, made: Blueprint, captured: dict[str, Tensor]) -> frozenset[int]:
-    """Dims of the step shape whose size the core does not depend on: found by tracing again with other sizes."""
+def _free_dims(record: Record, made: Blueprint, recorded: Trace, captured: dict[str, Tensor], dims: frozenset[int]) -> frozenset[int]:
+    """Of `dims` of the step shape, those whose size what was `recorded` does not depend on: found by recording it again with other
+    sizes."""
     ins, metas = made.sig.num_inputs + made.sig.num_states, made.computed
     fixed = {n for m in metas[ins:] for n in m.shape} | {n for t in captured.values() for n in t.shape} | {1}
-    free = frozenset(d for d, n in enumerate(made.step) if n not in fixed)
-    if not free or made.forward.shapes_read:  # Python may decide by any of them
-        return frozenset()
-    other = list(made.step)
-    for d in free:
-        other[d] = next(n for n in range(made.step[d] + 1 + d, 1 << 62) if n not in fixed and n not in other)
-    try:
-        again = record(metas=[Meta(tuple(other), m.dtype) if i < ins else m for i, m in enumerate(metas)], vjp=False)
-    except Exception:  # whatever the core raises at sizes that nobody gave it: it fits the given ones only
-        return frozenset()
-    return free if again.text() == made.forward.text() else frozenset()
+    free = frozenset(d for d in dims if made.step[d] not in fixed)
+    if free and not made.forward.shapes_read:  # else Python may decide by any of them
+        other = list(made.step)
+        for d in free:
+            other[d] = next(n for n in range(made.step[d] + 1 + d, 1 << 62) if n not in fixed and n not in other)
+        with contextlib.suppress(Exception):  # whatever the core raises at sizes that nobody gave it: it fits the given ones only
+            again = record(metas=[Meta(tuple(other), m.dtype) if i < ins else m for i, m in enumerate(metas)])
+            if again.text() == recorded.text():
+                return free
+    if record(metas=metas).text() != recorded.text():
+        raise RandomOpError(
+            "computes with other numbers each time it runs", core=made.sig.core,
+            hint="Draw random numbers, or read the clock, outside, for the whole sequence, and pass them as one more input [T, *shape].",
+        )  # fmt: skip
+    return frozenset()

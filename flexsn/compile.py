@@ -51,6 +51,7 @@ class Program:
         sizes = (sig.num_inputs, sig.num_states, len(self.graph.nodes), itemsize)
         self.chunk, self.inference_chunk = (self.backend.chunk(*sizes, checkpoint) for checkpoint in (True, False))
         self._vjp: Vjp | None = None
+        self._refused: CannotFuseError | None = None  # why there is none
         self.kept: list[object] = []  # objects that the cache key names by id()
         self.storage = self._storage()
 
@@ -70,11 +71,28 @@ class Program:
         computed = self.blueprint.computed[self.sig.num_inputs :]
         return {f"{prefix}{k}": computed[k].dtype for k in range(self.sig.num_states)}
 
-    def differentiate(self, core: Callable, captured: dict[str, Tensor]) -> Vjp:
-        """The VJP, traced on first use; `core` is the one that this program was made from, or its equal."""
+    def differentiate(self, core: Callable, captured: dict[str, Tensor], reads: Reads | None = None) -> Vjp:
+        """The VJP, traced on first use; `core` is the one that this program was made from, or its equal.
+
+        Args:
+            reads: what the core reads, which a backward of the user's must not write to.
+        """
         with lock:
-            self.blueprint.differentiate(core, captured, self.device)
+            if self._refused is not None:
+                raise copy.copy(self._refused)
+            if self.blueprint.vjp is None:
+                try:
+                    with no_side_effects(reads or Reads(), self.sig.core, core) as anew:
+                        self.blueprint.differentiate(anew, captured, self.device)
+                except CannotFuseError as error:
+                    self.blueprint.vjp, self._refused = None, copy.copy(error)
+                    raise
             return self.vjp
+
+    def fits(self, metas: Sequence[Meta | None]) -> bool:
+        """Whether it serves operands of these shapes."""
+        ins = self.sig.num_inputs + self.sig.num_states
+        return self.blueprint.shapes([m.shape for m in metas[:ins] if m is not None]) is not None
 
     @property
     def vjp(self) -> Vjp:
@@ -324,7 +342,7 @@ def program_for(
     base = (backend, reads.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype())
     exact = (*base, tuple(metas))
     with lock:
-        if exact in _exact:
+        if exact in _exact and _exact[exact][0].fits(metas):
             _exact.move_to_end(exact)
             return _exact[exact]
         if exact in _refused:
@@ -340,8 +358,8 @@ def program_for(
         else:
             require("fused kernels")
             try:
-                with no_side_effects(reads, sig.core):
-                    program = program_of(backend, core, sig, metas, device, captured, num_outputs)
+                with no_side_effects(reads, sig.core, core) as anew:
+                    program = program_of(backend, anew, sig, metas, device, captured, num_outputs)
                 program.kept = reads.opaque
             except CannotFuseError as error:
                 _refused[exact] = copy.copy(error)  # which holds no frames, as `error` does

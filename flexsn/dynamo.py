@@ -102,12 +102,12 @@ def blueprint_of_body(
 
         def draw_at(sizes: Sizes) -> Blueprint:
             numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
-            return draw(core, sig, numbered, device, captured, num_outputs)
+            blueprint = draw(core, sig, numbered, device, captured, num_outputs)
+            if differentiate:
+                blueprint.differentiate(core, captured, device)
+            return blueprint
 
-        blueprint = settle_sizes(draw_at, step_shapes)
-        if differentiate:
-            blueprint.differentiate(core, captured, device)
-    return blueprint
+        return settle_sizes(draw_at, step_shapes)
 
 
 def _named(place: int) -> str:
@@ -180,12 +180,12 @@ def _inlined_variable(dynamo: Any, name: str, inlined: Inlined) -> type:
         def _call_function(self, tx, args, kwargs):
             follow = dynamo._make_inlined(tx, inlined.written)
             if not inlined.owned or args[1].is_python_constant():
-                with _following_a_core():
+                with _following_a_core(), _keeping_assignments(tx):
                     return follow(*args, **kwargs)
             args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
             _, owner, inputs, states, params, *_ = args
             owned, before = _owned_proxies(dynamo, tx, owner), set(tx.output.graph.nodes)
-            with _following_a_core():
+            with _following_a_core(), _keeping_assignments(tx):
                 results = follow(*args, **kwargs)
             made = [node for node in tx.output.graph.nodes if node not in before]
             _read_owned(tx, made, owned, [*inputs.items, *states.items, *params.items])
@@ -315,6 +315,16 @@ def _following_a_core() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _keeping_assignments(tx: Any) -> Iterator[None]:
+    """Objects that were assigned to before hold the record of assignments that the trace of a body replaces (2.13): what is assigned to
+    them after it would be lost."""
+    record = tx.output.side_effects
+    yield
+    record.__dict__.update(tx.output.side_effects.__dict__)
+    tx.output.side_effects = record
+
+
 def _speculate(
     dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, sig: Signature, source: Any, computed: bool = False
 ) -> tuple[Any, list]:  # fmt: skip
@@ -334,16 +344,11 @@ def _speculate(
                 fake.requires_grad_(torch.is_grad_enabled() and like.is_floating_point())
             proxy = tx.output.create_proxy("call_function", torch.empty, (0,), {})
             examples.append(wrap(tx, proxy, example_value=fake))
-    mutated = tx.output.side_effects
-    with _following_a_core():
+    with _following_a_core(), _keeping_assignments(tx):
         core = dynamo._make_inlined(tx, _with_plain_tuples)(core)
         _, graph, lifted = dynamo.speculate_subgraph(
             tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
         )  # fmt: skip
-    # Objects that were assigned to before the call hold the record of assignments that the trace of the body replaced (2.13):
-    # what is assigned to them after it would be lost.
-    mutated.__dict__.update(tx.output.side_effects.__dict__)
-    tx.output.side_effects = mutated
     return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
 
 

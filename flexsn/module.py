@@ -181,7 +181,7 @@ class FlexSN(CoreOwner):
         if exported and isinstance(self.states, list):
             refuse_carried(core_name(self.core))
         self._check_inputs(inputs)
-        anew = self.states is None if torch.compiler.is_dynamo_compiling() or not self.stateful else starts_anew(self)
+        anew = not self.stateful or (self.states is None if torch.compiler.is_dynamo_compiling() else starts_anew(self))
         states = self.start_states(*inputs) if anew or self.states is None else self.states
         if type(states) is not list or len(states) != self.num_states:
             self._check_states(states)

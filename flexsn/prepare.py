@@ -52,15 +52,24 @@ def prepare(
     if traced:
         return made(TracedCall, *_while_tracing(name, core, seen, replaced, sig, metas, device, captured, num_outputs, differentiable))
     with _as_leaves(seen, replaced, captured) as (own, leaves), reading.bound(seen, own):
-        program, shapes = program_for(name, core, seen, sig, metas, device, leaves, num_outputs)
-        if differentiable:
-            program.differentiate(core, leaves)
+        program, shapes = _program(name, core, seen, sig, metas, device, leaves, num_outputs, differentiable)
     if not shapes.numel and any(torch.Size(s).numel() for s in (*shapes.outputs, *shapes.states)):
         raise UnsupportedOpError(
             f"returns values although the step shape {list(shapes.step)} has no elements", core=sig.core,
             hint="Leave out the operand without elements, on which they do not depend.",
         )  # fmt: skip
     return made(TracedCall if backend == "hop" else run.Call, program, shapes)
+
+
+def _program(name, core, seen: Reads, sig: Signature, metas, device, captured, num_outputs, differentiable: bool) -> tuple[Program, Shapes]:
+    """The program for a call, with its VJP if asked for: which may show that a program made for another size does not fit this one."""
+    while True:
+        program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
+        if not differentiable:
+            return program, shapes
+        program.differentiate(core, captured, seen)
+        if program.fits(metas):
+            return program, shapes
 
 
 def _refuse_overriding(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
@@ -123,14 +132,12 @@ def _while_tracing(name, core, seen: Reads, replaced, sig: Signature, metas, dev
 
         def draw_at(sizes: Sizes) -> Blueprint:
             numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
-            made.append(program_for(name, core, seen, sig, numbered, device, plain, num_outputs)[0])
+            made.append(_program(name, core, seen, sig, numbered, device, plain, num_outputs, differentiable)[0])
             return made[-1].blueprint
 
         with reading.bound(seen, swapped):
             settle_sizes(draw_at, shapes)
             program = made[-1]
-            if differentiable:
-                program.differentiate(core, plain)
     found = program.blueprint.shapes(shapes)
     assert found is not None
     return program, found

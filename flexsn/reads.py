@@ -89,10 +89,9 @@ class Reads:
         for (slot, _), old in zip(self.watched, held, strict=True):
             if slot.get() is not old:
                 changed = slot.path
-                if old is not MISSING:
-                    slot.set(old)
+                slot.set(old)
         for container, n in self.sizes:
-            if len(container) > n and isinstance(container, (dict, list)):
+            if len(container) > n and isinstance(container, (dict, list, collections.deque)):
                 changed = changed or type(container).__name__
                 for key in list(container)[n:] if isinstance(container, dict) else range(len(container) - 1, n - 1, -1):
                     del container[key]
@@ -197,7 +196,9 @@ class _Walker:
         elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType)):
             self.constants.append((path, type(value).__qualname__, value.__name__))
             owner = getattr(value, "__self__", None)
-            if not isinstance(owner, (types.ModuleType, type(None))):  # a method of a list, of a tensor
+            if isinstance(owner, Iterator) and _is_library(type(owner).__module__):  # `next_id = ids.__next__`
+                self.opaque(f"{path}.self", owner, place)
+            elif not isinstance(owner, (types.ModuleType, type(None))):  # a method of a list, of a tensor
                 self.fixed(f"{path}.self", owner, depth)
         elif isinstance(getattr(value, "__dict__", None), dict) and type(value).__module__.partition(".")[0] not in _OPAQUE:
             self.visit(f"{path}.type", type(value), None, depth + 1)
@@ -303,12 +304,14 @@ class _Walker:
         names = _names(fn.__code__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             self.named(f"{path}.{name}", cell, None, names, depth)
-        for name in _global_names(fn.__code__):
+        set_there = _global_names(fn.__code__, "STORE_GLOBAL")
+        for name in dict.fromkeys((*_global_names(fn.__code__), *set_there)):
             if name in fn.__globals__:
                 self.named(f"{path}.{name}", fn.__globals__, name, names, depth)
+            elif name in set_there:
+                self.reads.watched.append((Slot(f"{path}.{name}", fn.__globals__, name), MISSING))
         attributes = [name for name in vars(fn) if name != KEPT]
-        if attributes:
-            self.names(f"{path}.attributes", vars(fn), attributes, depth)
+        self.names(f"{path}.attributes", vars(fn), attributes, depth)  # none, too: it may set one
         for attribute in ("__defaults__", "__kwdefaults__"):
             values = getattr(fn, attribute)
             if values:
@@ -356,8 +359,10 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for part in _nested(code) for name in part.co_names))
 
 
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    found = (i.argval for part in _nested(code) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+def _global_names(code: types.CodeType, *opnames: str) -> tuple[str, ...]:
+    """Names that a function reads, or those of other instructions."""
+    wanted = opnames or ("LOAD_GLOBAL", "LOAD_NAME")
+    found = (i.argval for part in _nested(code) for i in dis.get_instructions(part) if i.opname in wanted)
     return tuple(dict.fromkeys(found))
 
 

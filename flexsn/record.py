@@ -61,6 +61,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         super().__init__(sig, fake, device, captured)
         self.vjp = vjp
         self.in_backward = False
+        self.trains_params = False
         self.cotangents: set[fx.Node | None] = set()
 
     def poison(self, func: Any, nodes: Sequence[fx.Node]) -> None:
@@ -176,6 +177,8 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
                 return decomposed
         affine = any(not self.moves_or_vanishes(a) for a in addends(name, args))
         if affine or not is_linear(func, nodes, moving):
+            if not self.trains_params:
+                raise self.mixing(self.user_op or func, self.line())
             raise ParamGradientError(
                 f"the gradient of a param applies `{op_name(self.user_op or func)}` to the summed cotangent, and is not known to be linear",
                 core=self.sig.core, line=self.line(),
@@ -300,6 +303,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             self.node_of(tensor)  # one that nothing but a backward may read has met no op yet
         sources = list(operands) + list(self.captured_tensors.values())
         wanted = [t for t in sources if t.requires_grad]
+        self.trains_params = any(self.node_of(t).meta["kind"] == "static" for t in wanted)
         given = {}
         for i, value in enumerate(values):
             if value.requires_grad:
@@ -312,7 +316,31 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         with self, _compat.without_hooks(wanted):
             found = iter(self.gradients(values, wanted, given, cotangents))
         per_source = [next(found) if t.requires_grad else None for t in sources]
-        return [None if g is None else self.node_of(g) for g in per_source]
+        grads = [None if g is None else self.node_of(g) for g in per_source]
+        for source, grad in zip(sources, grads, strict=True):
+            if grad is not None:
+                self.check_gradient(self.node_of(source), grad)
+        return grads
+
+    def check_gradient(self, source: fx.Node, grad: fx.Node) -> None:
+        """A kernel gives the gradients of inputs and states neuron by neuron, and those of params as sums over time."""
+        kinds = source.meta["kind"], grad.meta["kind"]
+        if kinds == ("step", "reduced"):
+            reduced = [n for n in _behind([grad]) if n.meta["kind"] == "reduced"]
+            first = next(n for n in reduced if not any(a in reduced for a in n.all_input_nodes))
+            raise self.mixing(first.target, first.meta["line"], f", and the gradient of `{self.operand_names[source]}` depends on it")
+        if kinds == ("static", "static") and not _is_nil(grad):
+            raise ParamGradientError(
+                f"the gradient of `{source.meta['role']}` depends on no cotangent: it would be added once, and not at every step",
+                core=self.sig.core, line=grad.meta.get("line"),
+                hint="Put that term into the loss, or add it to the gradient after the backward.",
+            )  # fmt: skip
+
+    def mixing(self, func: Any, line: str | None, why: str = "") -> NotElementwiseError:
+        return NotElementwiseError(
+            f"`{op_name(func)}` in the backward is not elementwise{why}", core=self.sig.core, line=line,
+            hint="A kernel handles each neuron by itself, backward, too.",
+        )  # fmt: skip
 
     def gradients(self, values, wanted: list[Tensor], given: dict[int, Tensor], cotangents: list[fx.Node | None]):
         """As autograd gives them. Where PyTorch lacks the derivative of all that the core returns, nothing is differentiable; where it

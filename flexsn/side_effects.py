@@ -21,21 +21,35 @@ _HOOK = (
 
 
 @contextlib.contextmanager
-def no_side_effects(reads: Reads, core: str) -> Iterator[None]:
-    """Refuse a core that writes to what it reads, and undo what its traces wrote; nothing is drawn from an iterator."""
-    held = reads.held()
+def no_side_effects(reads: Reads, core: str, run: Callable) -> Iterator[Callable]:
+    """Refuse a core that writes to what it reads, and undo what its traces wrote; nothing is drawn from an iterator.
+
+    Yields what to trace in place of `run`, the core: each of its runs begins with what the first began with. (After two runs of
+    `self.even = not self.even` everything is as it was.)
+    """
+    held, changed = reads.held(), None
     generators = [(*generator, generator[1]()) for generator in _generators(reads)]
     iterators = [Undrawn(slot, core) for slot in reads.iterators]
     for one in iterators:
         if isinstance(one.slot.holder, Contents):  # in a method, `next_id = ids.__next__`, where nothing can stand in its place
             raise one.error
     undo = [one.slot.put(one) for one in iterators]
+    first = reads.held()
+
+    def anew(*operands: Any) -> Any:
+        nonlocal changed
+        changed = reads.restore(first) or changed
+        return run(*operands)
+
+    unexplained = None
     try:
-        yield
+        yield anew
+    except RandomOpError as error:  # where the numbers come from may be found below
+        unexplained = error
     finally:
         for put_back in reversed(undo):
             put_back()
-        changed = reads.restore(held)
+        changed = reads.restore(held) or changed
         drawn = []
         for name, get, put, before in generators:
             if repr(get()) != repr(before):
@@ -54,6 +68,8 @@ def no_side_effects(reads: Reads, core: str) -> Iterator[None]:
             f"draws random numbers from {drawn[0]}", core=core,
             hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",
         )  # fmt: skip
+    if unexplained is not None:
+        raise unexplained
 
 
 def _generators(reads: Reads) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None]]]:
@@ -65,7 +81,7 @@ def _generators(reads: Reads) -> Iterator[tuple[str, Callable[[], Any], Callable
     for value in reads.opaque:
         of_numpy = any(cls.__module__.partition(".")[0] == "numpy" for cls in type(value).__mro__)
         bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None)) if of_numpy else None
-        if isinstance(value, random.Random):
+        if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
             yield "a `random.Random`", value.getstate, value.setstate
         elif bits is not None:
             yield "a generator of numpy", functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
@@ -93,6 +109,9 @@ class Undrawn:
     def __next__(self) -> NoReturn:
         self.drawn = True
         raise self.error
+
+    def __call__(self, *args: Any) -> NoReturn:  # in place of a method of an iterator
+        next(self)
 
     def send(self, value: Any) -> NoReturn:
         next(self)

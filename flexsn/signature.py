@@ -64,14 +64,20 @@ def core_name(core: Callable) -> str:
     return getattr(core, "__name__", None) or type(core).__name__
 
 
-def _parameters(core: Callable) -> list[inspect.Parameter] | None:
+def _parameters(core: Callable, wrapped: bool = True) -> list[inspect.Parameter] | None:
+    """`wrapped`: of what a decorator's function passes its operands on to, where it does."""
     target = core.forward if isinstance(core, torch.nn.Module) else core
     try:
         own = inspect.signature(target, follow_wrapped=False).parameters.values()
-        passes_on = any(p.kind is p.VAR_POSITIONAL for p in own)  # a decorator's function, to the one that it wraps
-        return list(inspect.signature(target).parameters.values() if passes_on else own)
+        passes_on = any(p.kind is p.VAR_POSITIONAL for p in own)
+        return list(inspect.signature(target).parameters.values() if passes_on and wrapped else own)
     except (TypeError, ValueError):  # a builtin without a signature takes whatever it takes
         return None
+
+
+def _binds(core: Callable) -> bool:
+    """Whether a decorator's function stands before the core, which may give it some arguments itself."""
+    return _parameters(core) != _parameters(core, wrapped=False)
 
 
 def positional_names(core: Callable) -> tuple[tuple[str, ...], int, bool]:
@@ -102,7 +108,7 @@ def torchscript_refused(core: Callable) -> TorchScriptError:
 
 
 def _check_keyword_only(core: Callable) -> None:
-    missing = [f"`{p.name}`" for p in _parameters(core) or () if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    missing = [f"`{p.name}`" for p in _parameters(core, wrapped=False) or () if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if missing:
         raise OperandCountError(
             f"has keyword-only arguments without a default: {', '.join(missing)}", core=core_name(core),
@@ -118,7 +124,7 @@ def make_signature(core: Callable, num_inputs: int, num_states: int, num_params:
     given = num_inputs + num_states + num_params
     if num_inputs < 1:
         raise OperandCountError("at least one input sequence is needed", core=core_name(core))
-    if given < required or (given > len(names) and not open_ended):
+    if (given < required or (given > len(names) and not open_ended)) and not _binds(core):
         takes = f"at least {required}" if open_ended else str(len(names) if required == len(names) else f"{required} to {len(names)}")
         raise OperandCountError(
             f"takes {takes} operands ({', '.join(names)}{', *args' if open_ended else ''}) but was given {given}: "

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 MISSING = object()
 
 
@@ -46,7 +48,9 @@ class Slot:
         self.get = _reader(holder, key)  # every call of a neuron reads every place: without a Python frame where that can be
 
     def set(self, value: Any) -> None:
-        if isinstance(self.holder, types.CellType):
+        if value is MISSING:
+            self._clear()
+        elif isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
         elif isinstance(self.holder, (type, types.FunctionType)):
             setattr(self.holder, self.key, value)
@@ -64,18 +68,33 @@ class Slot:
         else:
             self.holder[self.key] = value
 
+    def _clear(self) -> None:
+        """Take away what was put where nothing stood."""
+        if isinstance(self.holder, types.CellType):
+            del self.holder.cell_contents
+        elif isinstance(self.holder, Attributes):
+            delattr(self.holder.owner, self.key)
+        elif isinstance(self.holder, dict):
+            self.holder.pop(self.key, None)
+
     def put(self, value: Any) -> Callable[[], None]:
         """Set it; returns what puts the very object back that was there."""
         if isinstance(self.holder, Slot):
             return self.holder.put(_exchanged(self.holder.get(), self.key, value))
         if isinstance(self.holder, Contents):
             module = self.holder.module
-            undo = functools.partial(object.__setattr__, module, "__dict__", vars(module))
-            object.__setattr__(module, "__dict__", vars(value))
+            undo = functools.partial(_become, module, type(module), vars(module))
+            _become(module, type(value), vars(value))
             return undo
         before = self.get()
         self.set(value)
         return functools.partial(self.set, before)
+
+
+def _become(module: nn.Module, cls: type, contents: dict[str, Any]) -> None:
+    """Another module's contents, and its class: `parametrize` gives every module one of its own."""
+    object.__setattr__(module, "__class__", cls)
+    object.__setattr__(module, "__dict__", contents)
 
 
 def _reader(holder: Any, key: Any) -> Callable[[], Any]:
@@ -111,7 +130,10 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _item(values: Sequence[Any], place: int) -> Any:
-    return values[place] if place < len(values) else MISSING
+    try:
+        return values[place]
+    except (LookupError, RuntimeError):  # the latter of TorchScript's tables
+        return MISSING
 
 
 def _exchanged(values: tuple, place: int, value: Any) -> tuple:

@@ -100,18 +100,18 @@ class Tape:
                 "uses a tensor that requires grad and that flexsn cannot find again by name", core=self.sig.core, line=self.line(),
                 hint="Pass it in `params`, or keep it in a closure variable, a global, or a module attribute.",
             )  # fmt: skip
-        node = self.constant(tensor)
+        node = self.constant(tensor, fixed=False)
         self.tracked[id(tensor)] = (tensor, node)
         return node
 
-    def constant(self, tensor: Tensor) -> fx.Node:
-        """A tensor made inside the core from Python values."""
+    def constant(self, tensor: Tensor, *, fixed: bool = True) -> fx.Node:
+        """A tensor made inside the core from Python values; or, not `fixed`, one of the user's, whose value may change."""
         if tensor.device.type == "meta":
             raise UnsupportedOpError("makes a tensor on the meta device, where it has no values", core=self.sig.core, line=self.line())
         name = f"constant_{len(self.constants)}"
         with self.fake:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        if tensor.numel() == 1 and tensor.dim() == 0 and not tensor.is_complex() and id(tensor) not in self.tracked:
+        if fixed and tensor.dim() == 0 and not tensor.is_complex() and id(tensor) not in self.tracked:
             with _compat.disable_modes():
                 value = tensor.item()
             return self.uniform(fake, value)
@@ -123,6 +123,8 @@ class Tape:
     def uniform(self, val: Tensor, value: Any, kind: str = "static", of: Sequence[str] = ()) -> fx.Node:
         """A tensor of one value: a number in the kernel. `step` if its shape is that of a step tensor; `of`: names of the
         cotangents that it was made from."""
+        with _compat.disable_modes():
+            value = torch.full((), value, dtype=val.dtype, device="cpu").item()  # as the dtype holds it: 2.7 of an integer is 2
         kwargs: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
         node = self.graph.create_node("call_function", torch.ops.aten.full.default, (list(val.shape), value), kwargs)
         node.meta.update(kind=kind, val=val, uniform=value, line=self.line(), **({"of": list(of)} if of else {}))

@@ -1070,3 +1070,18 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
         found.append(done.stdout.strip())
     # training and inference; forward and backward of training, and inference
     assert found == ["[0, 2, 0] [0, 3, 0]", "[2, 0, 0] [3, 0, 0]"]
+
+
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("stateful", [True, "detached"])
+def test_a_neuron_without_a_kernel_called_several_times(compiler, stateful):
+    """Each call starts where the one before it ended."""
+    net = FlexSN(lambda x, v: (v * 0.5 + x + 0 * v.mean(), v * 0.5 + x + 0 * v.mean()), 1, 1, stateful=stateful)
+    calls = lambda a, b, c: (net(a), net(b), net(c))
+    xs = [torch.full((2, 3), k + 1.0) for k in range(3)]
+    with torch.no_grad():
+        got, state = torch.compile(calls, backend=compiler)(*xs), net.states[0]
+        net.reset()
+        for a, b in zip((*got, state), (*calls(*xs), net.states[0]), strict=True):
+            assert torch.equal(a, b)

@@ -121,6 +121,7 @@ def test_a_neuron_without_state_starts_anew(initial):
     want = FlexSN(lif, 1, 1, 1, params=lif_params(), initial_states=initial, store_state_seqs=True)
     for piece in (x, x[:3], x):  # other batch sizes need no reset either
         want.reset()
+        net.states = [torch.ones(())]  # as another value of `stateful` may have left them
         assert torch.equal(net(piece), want(piece)) and net.states is None
         assert torch.equal(net.state_seqs[0], want.state_seqs[0])
     copied = copy.deepcopy(net)
@@ -568,6 +569,26 @@ def test_walks_over_a_network_that_its_neuron_leads_to_end(how, walk):
     walk(net)
     assert sum(isinstance(m, Network) for m in net.modules()) == 1
     assert {n for n, _ in net.named_parameters()} == {"w", "first.weight", "first.bias", "norm.weight", "norm.bias"}
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("which", ["copy", "original"])
+def test_a_parametrized_module_beside_a_copy(which, backend):
+    """`parametrize` gives a module a class of its own; a core that is a method runs on the copy's contents."""
+
+    class Twice(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    first = FlexSN(Network("method").step, num_states=1, backend=backend)
+    other, x = copy.deepcopy(first), torch.rand(4, 5, 4)
+    changed, kept = (other, first) if which == "copy" else (first, other)
+    before = kept(x)
+    (held,) = changed.captured.children()
+    parametrize.register_parametrization(held, "w", Twice())
+    want = FlexSN(lambda x, v: (flexsn.surrogate.atan(v * held.w + x - 1.0), v * held.w + x), num_states=1)(x)
+    assert torch.equal(changed(x), want) and not torch.equal(want, before)
+    assert torch.equal(kept.reset() or kept(x), before)
 
 
 @pytest.mark.parametrize(("make", "holder", "name"), [(module_neuron, "core", "w"), (param_neuron, "params", "decay")])

@@ -1087,6 +1087,81 @@ def test_a_core_that_shortens_a_container(kind, shorten):
     assert list(kept) == [1.0, 2.0, 3.0]
 
 
+class Stepping(nn.Module):
+    """Writes to what it holds: what it wrote once or twice is what a trace must not keep."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.even, self.sign, self.pair, self.line = step, True, -1.0, [1.0, 2.0], collections.deque()
+
+    def forward(self, x, v):
+        return x * self.step(self) + v, v * 0.5 + x
+
+
+def alternates(self):
+    self.even = not self.even
+    return 0.5 if self.even else 1.0
+
+
+def changes_sign(self):
+    self.sign *= -1.0
+    return self.sign
+
+
+def turns(self):
+    self.pair.append(self.pair.pop(0))
+    return self.pair[0]
+
+
+def grows(self):
+    self.line.append(1.0)
+    return float(len(self.line))
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+
+def remembers(self, kept=Slotted()):  # noqa: B008  # one object for all calls
+    kept.kept = getattr(kept, "kept", 0.0) + 1.0
+    return kept.kept
+
+
+def counts_itself(self):
+    counts_itself.calls = getattr(counts_itself, "calls", 0.0) + 1.0
+    return counts_itself.calls
+
+
+def counts_globally(self):
+    global calls_of_all
+    calls_of_all = globals().get("calls_of_all", 0.0) + 1.0
+    return calls_of_all
+
+
+@pytest.mark.parametrize("step", [alternates, changes_sign, turns, grows, remembers, counts_itself, counts_globally])
+def test_a_core_that_leaves_something_for_the_next_step(step):
+    """Also where two traces leave all as it was, or where nothing stood before."""
+
+    def forget():
+        vars(counts_itself).pop("calls", None)
+        globals().pop("calls_of_all", None)
+        if hasattr(remembers.__defaults__[0], "kept"):
+            del remembers.__defaults__[0].kept
+
+    x, want, v = torch.rand(6, 3, dtype=f64), [], torch.zeros(3, dtype=f64)
+    forget()
+    core = Stepping(step)
+    for x_t in x:
+        s, v = core(x_t, v)
+        want.append(s)
+    forget()
+    core = Stepping(step)
+    with pytest.raises(SideEffectError):
+        flexsn.scan(core, [x], [None], backend="cpp")
+    with pytest.warns(flexsn.errors.FallbackWarning):
+        assert torch.equal(flexsn.scan(core, [x], [None]).outputs[0], torch.stack(want))
+
+
 def halves():
     while True:
         yield 0.5
@@ -1141,6 +1216,25 @@ def test_an_iterator_may_stand_anywhere_and_need_not_be_drawn_from():
     assert flexsn.scan(holder.beside, [x], [None], backend="cpp").outputs[0].tolist() == [[1.0] * 3, [2.0] * 3]
 
 
+class Numbered(nn.Module):
+    """Draws a number when it is made."""
+
+    new = itertools.count().__next__
+
+    def __init__(self):
+        super().__init__()
+        self.next_id = itertools.count().__next__
+        self.id = self.next_id()
+
+    def forward(self, x, v):
+        return x + v, v + 1
+
+
+def test_a_core_that_merely_leads_to_an_iterators_method():
+    x = torch.ones(2, 3)
+    assert flexsn.scan(Numbered(), [x], [None], backend="cpp").outputs[0].tolist() == [[1.0] * 3, [2.0] * 3]
+
+
 def test_a_core_that_catches_what_an_iterator_says():
     iterator = iter([1.0, 2.0])
 
@@ -1180,3 +1274,54 @@ def test_a_generator_behind_its_method():
     draw = random.Random(0).random
     with pytest.raises(RandomOpError):
         flexsn.scan(lambda x, v: (x * draw(), v), [torch.ones(2, 3)], [None], backend="cpp")
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda t: t.mul, lambda t: functools.partial(lambda held, x: x * next(iter(held)), {t})], ids=["method", "set"]
+)
+def test_a_number_as_a_tensor_that_no_name_leads_to(hold):
+    """Its value is read at every call."""
+    x, t = torch.ones(3, 2), torch.tensor(2.0)
+    times = hold(t)
+    core = lambda x, v: (times(x) + v, v)
+    for value in (2.0, 5.0):
+        t.fill_(value)
+        assert flexsn.scan(core, [x], [None], backend="cpp").outputs[0][0, 0].item() == value
+
+
+def test_tensors_of_one_number_hold_what_their_dtype_holds():
+    def core(x, v):
+        decay = torch.full_like(x, 0.1).double()  # float32's
+        n, flag = torch.full((), 2.7, dtype=torch.int64), torch.full((), 0.3, dtype=torch.int64)
+        return v * decay, x * n.item(), (x if flag else -x), x + torch.full_like(x, 16777217.0).long(), v
+
+    x, v = torch.ones(1, 1), torch.ones(1, dtype=f64)
+    got, want = (flexsn.scan(core, [x], [v], backend=backend).outputs for backend in ("cpp", "torch"))
+    assert [y.item() for y in got] == [y.item() for y in want] == [0.1 + 1.4901161138336505e-09, 2.0, -1.0, 16777216.0]
+
+
+class Leaky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x, v):
+        h = v * torch.sigmoid(self.w) + x
+        return torch.relu(h), h * 0.5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_scripted_module(inside):
+    scripted = torch.jit.script(Leaky())
+    core = (lambda x, v: scripted(x, v)) if inside else scripted
+    x, v = torch.randn(7, 3, 5), torch.zeros(3, 5)
+    for _ in range(2):
+        grads = []
+        for backend in ("cpp", "torch"):
+            scripted.zero_grad()
+            flexsn.scan(core, [x], [v], backend=backend).outputs[0].sum().backward()
+            grads.append(scripted.w.grad.clone())
+        torch.testing.assert_close(*grads)
+        with torch.no_grad():
+            scripted.w.add_(1.0)

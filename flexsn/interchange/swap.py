@@ -204,6 +204,6 @@ def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
     metas = [Meta(tuple(shape), dtype)] * (neuron.num_inputs + neuron.num_states)
     try:
         program = program_for("triton" if device.type == "cuda" else "cpp", neuron.core, reads, sig, metas, device, captured, None)[0]
-        program.differentiate(neuron.core, captured)
+        program.differentiate(neuron.core, captured, reads)
     except CannotFuseError as error:
         raise LeaveAlone(f"cannot be fused: {error.reason}{f', at {error.line}' if error.line else ''}") from error

@@ -138,6 +138,15 @@ def hook_on_output(backend):
     return torch.autograd.grad(found[0].sum(), [x]), torch.full_like(X, 6.0)
 
 
+@misuse("a tensor hook on an output, where only states lead back",
+        gives("called with None, as by PyTorch's own ops of several outputs"), torch=gives("not called"))  # fmt: skip
+def hook_without_gradient(backend):
+    x, found = run(backend, lambda x, v: (x * 2.0, v + x))
+    seen = []
+    found[0].register_hook(lambda g: seen.append(g is None))
+    return (torch.autograd.grad(found[1].sum(), [x]), seen), (torch.ones_like(x), [True] * (backend != "torch"))
+
+
 @misuse("a hook that raises in the backward", passes_on(KeyError, "mine", whose="the hook's own error"))
 def raising_hook(backend):
     def hook(grad):

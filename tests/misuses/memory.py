@@ -171,6 +171,17 @@ def captured_written(backend):
     return y.sum().backward(), None
 
 
+@misuse("`.data` of a param set to another tensor between forward and backward",
+        gives("differentiates by the new values, unnoticed, as PyTorch's own `x * w`"))  # fmt: skip
+def data_replaced(backend):
+    w = torch.ones(3, requires_grad=True)
+    x = X.clone().requires_grad_()
+    y = flexsn.scan(lambda x, v, w: (x * w, v), [x], [V], [w], backend=backend).outputs[0]
+    w.data = torch.full((3,), 2.0)
+    y.sum().backward()
+    return x.grad, torch.full_like(X, 2.0)
+
+
 @misuse("a captured variable set to another tensor between forward and backward", gives("differentiates what ran"), slow=True)
 def captured_replaced(backend):
     w = first = torch.full((3,), 2.0, requires_grad=True)

@@ -114,9 +114,19 @@ def caches(backend):
     return both(backend, core, states=[V], plain=lambda x, v: (x * 2.0, v + x))
 
 
-@misuse("a clock (`time.time()`) as a value", gives("is frozen when the core is traced"), torch=gives("is read at every step"))
+@misuse("a clock (`time.time()`) as a value", falls_back(errors.RandomOpError, "computes with other numbers each time it runs"))
 def clock(backend):
+    return both(backend, lambda x, v: (x + 1e-12 * time.perf_counter(), v + x), states=[V])
+
+
+@misuse("a decision by a clock", gives("is made when the core is traced"), torch=gives("is made at every step"))
+def clock_decides(backend):
     return both(backend, lambda x, v: (x * float(time.time() > 0), v + x), states=[V])
+
+
+@misuse("a generator of random numbers made in a core", falls_back(errors.RandomOpError, "computes with other numbers each time it runs"))
+def generator_made_inside(backend):
+    return both(backend, lambda x, v: (x + 1e-9 * np.random.default_rng().random(), v + x), states=[V])
 
 
 @misuse(

@@ -1,0 +1,173 @@
+"""Backwards that users write (`torch.autograd.Function`, hooks): what they compute from, change, draw and mix."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import flexsn
+from flexsn import errors
+
+system = random.SystemRandom()
+
+
+def function(backward, forward=lambda h, *more: (h > 0).to(h)):
+    """An autograd function that saves what it is given; `backward(g, *saved)`."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *operands):
+            ctx.save_for_backward(*operands)
+            return forward(*operands)
+
+        @staticmethod
+        def backward(ctx, g):
+            return backward(g, *ctx.saved_tensors)
+
+    return Function.apply
+
+
+def lsq(g, x, a):
+    """Learned step size quantisation (Esser et al. 2020): the gradient of the step has a scale by the number of neurons."""
+    q = x / a
+    inside = (q >= -4) & (q <= 3)
+    return g * inside, (g * torch.where(inside, q.round() - q, q.clamp(-4, 3))).sum() / math.sqrt(x.numel() * 3)
+
+
+class Quantised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.5))
+        self.quantise = function(lsq, lambda x, a: (x / a).round().clamp(-4, 3) * a)
+
+    def forward(self, x, v):
+        h = 0.8 * v + x
+        s = self.quantise(h, self.a)
+        return s, h - s
+
+
+def by_length(h):
+    s = flexsn.surrogate.atan(h)
+    if s.requires_grad:
+        s.register_hook(lambda g: g / len(g))
+    return s
+
+
+def by_hook(x, v):
+    s = by_length(0.8 * v + x)
+    return s, v
+
+
+def gradients(net, sizes):
+    found = []
+    for size in sizes:
+        x = torch.randn(6, size, 5, generator=torch.Generator().manual_seed(size)).requires_grad_()
+        params = [p for p in net.parameters() if p.requires_grad]
+        found += torch.autograd.grad(net(x).square().sum(), [x, *params])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "dynamic"),
+    [(Quantised, None), (Quantised, False), (Quantised, True), (lambda: by_hook, None)],  # Dynamo follows no hooks of tensors made inside
+    ids=["function", "static", "dynamic", "hook"],
+)
+def test_a_backward_may_depend_on_sizes(make, dynamic):
+    """The first size is no constant of the kernel."""
+    core = make()
+    net = flexsn.FlexSN(core, num_states=1, backend="cpp", stateful=False)
+    called = net if dynamic is None else torch.compile(net, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    called.parameters = net.parameters
+    got = gradients(called, (32, 8, 32, 9))
+    net.backend = "torch"
+    for a, b in zip(got, gradients(net, (32, 8, 32, 9)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_sizes_that_no_backward_asks_for_stay_free():
+    net = flexsn.LIF(learn_tau=True)
+    for size in (7, 8, 31):
+        net.reset() or net(torch.rand(5, size, 3)).sum().backward()
+    (reads, _), found = net.look(), set()
+    for call in reads.calls.values():
+        found.add(id(call.program))
+    assert len(reads.calls) == 3 and len(found) == 1
+
+
+MIXING = {
+    "centred": lambda g, h: g - g.mean(), "summed": lambda g, h: g.sum(0, keepdim=True).expand_as(g), "cumsum": lambda g, h: g.cumsum(-1),
+    "flipped": lambda g, h: g.flip(-1), "normed": lambda g, h: g / (1.0 + g.norm()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", MIXING.values(), ids=MIXING)
+def test_a_backward_that_mixes_neurons(backward):
+    step = function(backward)
+
+    def core(x, v):
+        h = 0.8 * v + x
+        s = step(h - 1.0)
+        return s, h - s
+
+    x, v = torch.randn(20, 3, 2, requires_grad=True), torch.zeros(3, 2)
+    grad = lambda backend: torch.autograd.grad(flexsn.scan(core, [x], [v], backend=backend).outputs[0].square().sum(), x)[0]
+    with pytest.raises(errors.NotElementwiseError, match="in the backward is not elementwise"):
+        grad("cpp")
+    with pytest.warns(errors.FallbackWarning, match="in the backward"):
+        torch.testing.assert_close(grad("auto"), grad("torch"))
+
+
+@pytest.mark.parametrize("as_param", [False, True])
+def test_a_gradient_of_a_param_that_depends_on_no_cotangent(as_param):
+    """It would be added once, and not at every step."""
+    sparse = function(lambda g, h, w: (g, 0.1 * w.sign()))
+    w = torch.tensor([0.5, -0.5], requires_grad=True)
+
+    def core(x, v, *params):
+        h = 0.8 * v + x
+        s = sparse(h, *params or (w,))
+        return s, h - s
+
+    def grad(backend):
+        found = flexsn.scan(core, [torch.ones(13, 3, 2)], [torch.zeros(3, 2)], [w] * as_param, backend=backend)
+        return torch.autograd.grad(found.outputs[0].sum(), w)[0]
+
+    with pytest.raises(errors.ParamGradientError, match="depends on no cotangent"):
+        grad("cpp")
+    with pytest.warns(errors.FallbackWarning, match="depends on no cotangent"):
+        torch.testing.assert_close(grad("auto"), torch.tensor([1.3, -1.3]))
+
+
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+@pytest.mark.parametrize(
+    ("backward", "error"),
+    [
+        (lambda log: lambda g, h: log.append(1) or g, errors.SideEffectError),
+        (lambda log: lambda g, h: g * random.random(), errors.RandomOpError),
+        (lambda log: lambda g, h: g * system.random(), errors.RandomOpError),
+        (lambda log: lambda g, h: g * torch.rand(()), errors.RandomOpError),
+    ],
+    ids=["writes", "random", "system", "torch"],
+)
+def test_a_backward_with_side_effects(backward, error):
+    """At every call: the second does not find what the first recorded."""
+    log: list = []
+    step = function(backward(log))
+
+    def core(x, v):
+        h = v + x
+        s = step(h - 1.0)
+        return s, h * (1.0 - s)
+
+    neuron, x = flexsn.FlexSN(core, num_states=1, stateful=False, backend="cpp"), torch.rand(5, 2, 3, requires_grad=True)
+    for _ in range(2):
+        with pytest.raises(error):
+            neuron(x)
+    assert torch.equal(neuron(x.detach()), flexsn.scan(core, (x.detach(),), (None,), backend="torch").outputs[0])
+    neuron.backend = "auto"
+    for _ in range(2):  # the warning comes once
+        log.clear()
+        neuron(x).sum().backward()
+        assert log == [1] * (5 if error is errors.SideEffectError else 0)
