@@ -230,6 +230,7 @@ def _free_dims(record: Record, made: Blueprint, recorded: Trace, captured: dict[
     if record(metas=metas).text() != recorded.text():
         raise RandomOpError(
             "computes with other numbers each time it runs", core=made.sig.core,
-            hint="Draw random numbers, or read the clock, outside, for the whole sequence, and pass them as one more input [T, *shape].",
+            hint="Draw random numbers, or read the clock, outside, for the whole sequence, and pass them as one more input "
+            "[T, *shape]. What a set gives, sort.",
         )  # fmt: skip
     return frozenset()

@@ -38,6 +38,8 @@ _UNIFORM: dict[str, Callable[[tuple, dict], Any]] = {
     "aten::scalar_tensor": lambda a, k: a[0], "aten::empty_like": lambda a, k: 0,
 }  # fmt: skip
 
+_FILLED: dict[str, Callable[[tuple, dict], Any]] = {"aten::zero": lambda a, k: 0, "aten::fill": lambda a, k: a[1]}
+
 _FACTORIES = {name.removeprefix("aten::") for name in _UNIFORM} | {"tensor", "as_tensor"}
 
 # Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
@@ -108,9 +110,9 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
     def record(self, func, args, kwargs, nodes: list[fx.Node]):
         name = func._schema.name
         kinds = {n.meta["kind"] for n in nodes}
-        if name in _UNIFORM:
+        if value_of := _UNIFORM.get(name) or _FILLED.get(name):
             val = self.evaluate(func, args, kwargs)
-            value = _UNIFORM[name](args, kwargs)
+            value = value_of(args, kwargs)
             if isinstance(value, (int, float, bool)):
                 return self.track(val, self.uniform(val, value, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
         terms = {"aten::where": nodes[1:3], "aten::add": nodes[:2]}.get(name, ())
@@ -118,7 +120,8 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
         factors = nodes if name in PRODUCTS else nodes[:1] if LINEAR.get(name) == 1 or "_backward" in name else ()
-        if self.in_backward and kinds == {"static"} and (any(map(_is_nil, factors)) or (len(terms) == 2 and all(map(_is_nil, terms)))):
+        by_zero = any(map(_is_nil, factors)) or (name in PRODUCTS and any(isinstance(a, (int, float)) and a == 0 for a in args))
+        if self.in_backward and kinds == {"static"} and (by_zero or (len(terms) == 2 and all(map(_is_nil, terms)))):
             val = self.add(func, args, kwargs, "static", nodes)
             for part in _tensors(val):
                 self.node_of(part).meta["nil"] = True
@@ -329,12 +332,17 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             reduced = [n for n in _behind([grad]) if n.meta["kind"] == "reduced"]
             first = next(n for n in reduced if not any(a in reduced for a in n.all_input_nodes))
             raise self.mixing(first.target, first.meta["line"], f", and the gradient of `{self.operand_names[source]}` depends on it")
-        if kinds == ("static", "static") and not _is_nil(grad):
+        if kinds == ("static", "static") and not _is_nil(grad) and not self.zeros(grad):
             raise ParamGradientError(
                 f"the gradient of `{source.meta['role']}` depends on no cotangent: it would be added once, and not at every step",
                 core=self.sig.core, line=grad.meta.get("line"),
                 hint="Put that term into the loss, or add it to the gradient after the backward.",
             )  # fmt: skip
+
+    def zeros(self, node: fx.Node) -> bool:
+        """Whether a node is a tensor of zeros that the core made of Python values."""
+        with _compat.disable_modes():
+            return node.name in self.constants and not self.constants[node.name].any()
 
     def mixing(self, func: Any, line: str | None, why: str = "") -> NotElementwiseError:
         return NotElementwiseError(

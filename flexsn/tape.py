@@ -112,9 +112,7 @@ class Tape:
         with self.fake:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         if fixed and tensor.dim() == 0 and not tensor.is_complex() and id(tensor) not in self.tracked:
-            with _compat.disable_modes():
-                value = tensor.item()
-            return self.uniform(fake, value)
+            return self.uniform(fake, _number(lambda: tensor))
         node = self.graph.placeholder(name)
         node.meta.update(kind="static", val=fake, role=name)
         self.constants[name] = tensor
@@ -123,8 +121,7 @@ class Tape:
     def uniform(self, val: Tensor, value: Any, kind: str = "static", of: Sequence[str] = ()) -> fx.Node:
         """A tensor of one value: a number in the kernel. `step` if its shape is that of a step tensor; `of`: names of the
         cotangents that it was made from."""
-        with _compat.disable_modes():
-            value = torch.full((), value, dtype=val.dtype, device="cpu").item()  # as the dtype holds it: 2.7 of an integer is 2
+        value = _number(lambda: torch.full((), value, dtype=val.dtype, device="cpu"))  # as the dtype holds it: 2.7 of an integer is 2
         kwargs: dict[str, Any] = {"dtype": val.dtype, "device": val.device}
         node = self.graph.create_node("call_function", torch.ops.aten.full.default, (list(val.shape), value), kwargs)
         node.meta.update(kind=kind, val=val, uniform=value, line=self.line(), **({"of": list(of)} if of else {}))
@@ -154,6 +151,13 @@ class Tape:
         if isinstance(val, Tensor):
             self.tracked[id(val)] = (val, node)
         return val
+
+
+def _number(make: Callable[[], Tensor]) -> Any:
+    """The value of a tensor that nobody watches. (TorchScript and NumPy make tensors past PyTorch's functions: what watches these is on
+    then.)"""
+    with _compat.disable_modes(), torch._C.DisableTorchFunction():
+        return make().item()
 
 
 def getitem(value, index):

@@ -140,6 +140,30 @@ def test_a_gradient_of_a_param_that_depends_on_no_cotangent(as_param):
         torch.testing.assert_close(grad("auto"), torch.tensor([1.3, -1.3]))
 
 
+ZEROS = {
+    "zeros_like": torch.zeros_like, "zero_": lambda w: torch.empty_like(w).zero_(), "fill_": lambda w: torch.empty_like(w).fill_(0.0),
+    "product": lambda w: w * 0, "tensor": lambda w: torch.tensor([0.0, 0.0]), "none": lambda w: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("zero", ZEROS.values(), ids=ZEROS)
+def test_a_gradient_of_a_param_that_is_zero(zero):
+    frozen = function(lambda g, h, w: (g / (1 + h.abs()) ** 2, zero(w)), lambda h, w: (h > w).to(h))
+    w, x = torch.tensor([0.5, -0.5], requires_grad=True), torch.randn(5, 3, 2, requires_grad=True)
+
+    def core(x, v):
+        h = 0.8 * v + x
+        s = frozen(h, w)
+        return s, h - s
+
+    grads = [
+        torch.autograd.grad(flexsn.scan(core, [x], [torch.zeros(3, 2)], backend=backend).outputs[0].sum(), [x, w], allow_unused=True)
+        for backend in ("cpp", "torch")
+    ]
+    torch.testing.assert_close(grads[0][0], grads[1][0])
+    assert grads[0][1] is None or not grads[0][1].any()
+
+
 @pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
 @pytest.mark.parametrize(
     ("backward", "error"),

@@ -19,6 +19,7 @@ import types
 import typing
 import weakref
 
+import numpy
 import pytest
 import torch
 from helpers import check
@@ -1325,3 +1326,19 @@ def test_a_scripted_module(inside):
         torch.testing.assert_close(*grads)
         with torch.no_grad():
             scripted.w.add_(1.0)
+
+
+def rectangle(h: torch.Tensor):
+    return torch.where(h >= 0, torch.ones_like(h), torch.zeros_like(h)) + torch.full_like(h, 0.5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_numbers_that_are_made_past_pytorchs_functions():
+    """By TorchScript, and of numpy's numbers."""
+    scripted = torch.jit.script(rectangle)
+
+    def core(x, v):
+        h = torch.from_numpy(numpy.array(0.5)) * v + x
+        return scripted(h - 1.0), h
+
+    assert_follows(core)
