@@ -138,7 +138,7 @@ def child(code, **environment):
     """A new process, without what conftest sets for this one; an environment variable of None is removed."""
     env = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "TRITON_INTERPRET": None} | environment
     env = {k: v for k, v in env.items() if v is not None}
-    done = subprocess.run([sys.executable, *code], env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, *code], env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
