@@ -6,6 +6,7 @@ import pytest
 import torch
 from cores import adlif, lif
 
+import flexsn
 from flexsn.errors import OperandCountError, ReturnCountError, ReturnTypeError, SequenceLengthError, ShapeMismatchError
 from flexsn.signature import check_operands, check_returns, core_name, make_signature, positional_names, step_shape
 
@@ -97,3 +98,32 @@ def test_decorators_that_bind_and_that_pass_on():
 
     assert positional_names(bound(core)) == (("x", "v"), 2, False)
     assert positional_names(passed_on(core)) == (("x", "v", "tau"), 3, False)
+
+
+def configured(**settings):
+    def decorate(function):
+        @functools.wraps(function)
+        def core(*operands):
+            return function(*operands, **settings)
+
+        return core
+
+    return decorate
+
+
+@configured(tau=2.0)
+def by_position(x, v, tau):
+    return x + v, v + (x - v) / tau
+
+
+@configured(tau=2.0)
+def by_name(x, v, *, tau):
+    return x + v, v + (x - v) / tau
+
+
+@pytest.mark.parametrize("core", [by_position, by_name])
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_a_decorator_may_give_arguments_itself(core, backend):
+    x = torch.ones(3, 2)
+    got = flexsn.scan(core, [x], [torch.zeros(2)], backend=backend).outputs[0]
+    assert got[:, 0].tolist() == [1.0, 1.5, 1.75]
