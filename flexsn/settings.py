@@ -106,7 +106,7 @@ def takes(together: Rule | None = None, /, **rules: Rule) -> Callable[[Callable[
             if len(args) > len(rules):
                 raise ArgumentError(f"{name} takes {len(rules)} settings by position, but was given {len(args)}")
             placed = dict(zip(names, args, strict=False))
-            if twice := sorted(placed.keys() & settings):
+            if twice := [setting for setting in placed if setting in settings]:
                 raise ArgumentError(f"{name} was given {', '.join(twice)} twice, by position and by name")
             settings |= placed
             _check(name, checked, settings)
