@@ -8,18 +8,23 @@ the binary is Triton's own, to the byte; else its loads and stores are (`tests/t
 
 Triton 3.6.0 has a hook by which a program exchanges stages of its compiler; this module sets it. Other versions, GPUs that
 are not NVIDIA's, and programs that exchange this stage themselves get Triton's own passes.
+
+Kernels are built on threads, and Triton's reader of source sets the program's warning filters, and puts them back, at every
+node of a syntax tree: what another thread sets meanwhile would be undone, or what Triton sets would stay. Here it does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_building = threading.local()  # `together`: as in `compile`, while this thread builds by the short way
+_building = threading.local()  # `here`: while this thread is in `compile`; `together`: as there, if by the short way
 
 
 def compile(source: Any, target: Any, options: Mapping[str, Any], *, together: int) -> Any:
@@ -30,13 +35,36 @@ def compile(source: Any, target: Any, options: Mapping[str, Any], *, together: i
     """
     import triton
 
+    _leave_filters_alone()
+    _building.here = True
     if triton.__version__ == "3.6.0" and target.backend == "cuda":
         _hook()
         _building.together = together
     try:
         return triton.compile(source, target=target, options=dict(options))
     finally:
-        _building.together = None
+        _building.here, _building.together = False, None
+
+
+def _leave_filters_alone() -> None:
+    from triton.compiler import code_generator
+
+    if not isinstance(code_generator.warnings, _Warnings):
+        code_generator.warnings = _Warnings()
+
+
+class _Warnings:
+    """The module `warnings`, as Triton's reader of source sees it: while flexsn builds, it sets no filters."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    def catch_warnings(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if getattr(_building, "here", False) else warnings.catch_warnings()
+
+    def simplefilter(self, *args: Any) -> None:
+        if not getattr(_building, "here", False):
+            warnings.simplefilter(*args)
 
 
 def _hook() -> None:

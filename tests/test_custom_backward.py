@@ -36,15 +36,17 @@ def lsq(g, x, a):
     return g * inside, (g * torch.where(inside, q.round() - q, q.clamp(-4, 3))).sum() / math.sqrt(x.numel() * 3)
 
 
+quantise = function(lsq, lambda x, a: (x / a).round().clamp(-4, 3) * a)  # PyTorch 2.11 compiles none that a module holds
+
+
 class Quantised(nn.Module):
     def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.tensor(0.5))
-        self.quantise = function(lsq, lambda x, a: (x / a).round().clamp(-4, 3) * a)
 
     def forward(self, x, v):
         h = 0.8 * v + x
-        s = self.quantise(h, self.a)
+        s = quantise(h, self.a)
         return s, h - s
 
 

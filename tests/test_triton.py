@@ -347,6 +347,31 @@ print(json.dumps(len(ran)))
     assert child(["-c", code], TRITON_CACHE_DIR=str(tmp_path)) == 2
 
 
+@pytest.mark.slow
+def test_builds_leave_the_filters_of_warnings_alone(tmp_path):
+    """They run on threads, and filters are the program's; Triton's own builds, for which the program waits, set them."""
+    code = """
+import json
+import warnings
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+import test_triton as t
+made = t.plans("lif")["inference"]
+kernel, tile, target = t.launch_triton.Kernel(made, t.render_triton.render(made)), t.tile_for(made, 16, 132, True), GPUTarget(*t.TARGETS["sm_90"])
+entered, catch_warnings = [], warnings.catch_warnings
+warnings.catch_warnings = lambda *args: (entered.append(args), catch_warnings(*args))[1]
+knobs.compilation.always_compile = True
+counts = []
+for build in (lambda: kernel.build(tile, target), lambda: t.by_triton(kernel, tile, target)):
+    entered.clear()
+    build()
+    counts.append(len(entered))
+print(json.dumps(counts))
+"""
+    own, theirs = child(["-c", code], TRITON_CACHE_DIR=str(tmp_path))
+    assert own == 0 < theirs
+
+
 def delay_line(x, *taps):
     moved = [0.5 * tap + torch.relu(before) * tap + before for tap, before in zip(taps, (x, *taps[:-1]), strict=True)]
     return flexsn.surrogate.atan(moved[-1] - 0.5), *moved
