@@ -9,28 +9,41 @@ PYTHON ?= python3
 JOBS ?= 2
 CASES ?= 10000
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 # a path, not an import hook: a script run from the folder that holds the clone would find the clone, a folder named flexsn, first
 EDITABLE := --config-settings editable_mode=compat --editable
 READY := .venv/.ready
+OLDEST_READY := .oldest-venv/.ready
+REQUIREMENTS := constraints.txt pyproject.toml tests/peers.txt examples/requirements.txt
 BENCH_READY := .bench-venv/.ready
 DOCS_READY := .docs-venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test test-slow test-full fuzz lint format docs docs-check bench bench-gpu clean
+.PHONY: help demo examples test test-slow test-full test-oldest fuzz lint format docs docs-check bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+: .*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+: .*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
+# $(call fill,<environment>,<constraints>)
 # PyTorch first and pinned, so that nothing resolves another build of it; setuptools is pinned too, hence no isolation
-$(READY): constraints.txt pyproject.toml tests/peers.txt examples/requirements.txt
+define fill
+$(call install,$(1),$(2)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+$(call install,$(1),$(2)) setuptools
+$(call install,$(1),$(2)) --no-build-isolation $(EDITABLE) '.[demo,test,lint]'
+$(call install,$(1),$(2)) --no-deps --requirement tests/peers.txt --requirement examples/requirements.txt
+touch $(1)/.ready
+endef
+install = $(1)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(2)
+
+$(READY): $(REQUIREMENTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==2.13.0
-	$(PIP) setuptools
-	$(PIP) --no-build-isolation $(EDITABLE) '.[demo,test,lint]'
-	$(PIP) --no-deps --requirement tests/peers.txt --requirement examples/requirements.txt
-	touch $@
+	$(call fill,.venv,constraints.txt)
+
+# the oldest PyTorch that is supported, and a setuptools that it takes
+$(OLDEST_READY): $(REQUIREMENTS)
+	test -x .oldest-venv/bin/python || $(PYTHON) -m venv .oldest-venv
+	sed -E 's/^torch==.*/torch==2.11.0/; s/^setuptools==.*/setuptools==81.0.0/' constraints.txt > .oldest-venv/constraints.txt
+	$(call fill,.oldest-venv,.oldest-venv/constraints.txt)
 
 # the peers of the benchmarks live apart: what they pull in must not reach the tests
 $(BENCH_READY): benchmarks/requirements.txt benchmarks/setup.sh constraints.txt
@@ -38,7 +51,7 @@ $(BENCH_READY): benchmarks/requirements.txt benchmarks/setup.sh constraints.txt
 	touch $@
 
 # Threads that wait asleep: with more processes than cores, spinning ones would slow small kernels down tenfold
-test test-slow test-full: export OMP_WAIT_POLICY ?= passive
+test test-slow test-full test-oldest: export OMP_WAIT_POLICY ?= passive
 
 demo: $(READY) ## train a spiking classifier, fused and eager timed: demo_output/metrics.json and digits.png
 	$(BIN)/python examples/digits.py --out demo_output
@@ -55,6 +68,9 @@ test-slow: $(READY) ## the slow tests alone
 
 test-full: $(READY) ## the tests and the slow tests
 	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+test-oldest: $(OLDEST_READY) ## `make test` on PyTorch 2.11, the oldest that is supported
+	.oldest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
 fuzz: $(READY) ## 10,000 random cores against the eager loop (an hour): CASES=500 fewer, SEED=7 the same again
 	$(BIN)/python tools/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED))
@@ -89,6 +105,6 @@ bench-gpu: ## test and measure on an NVIDIA GPU, with the python3 that has PyTor
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py --output benchmarks/results/gpu_$$(date +%F).json
 	PYTHONPATH=. $(PYTHON) benchmarks/network.py --output benchmarks/results/network_$$(date +%F).json
 
-clean: ## remove .venv, .bench-venv and everything made
-	rm -rf .venv .bench-venv .docs-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+clean: ## remove the environments and everything made
+	rm -rf .venv .oldest-venv .bench-venv .docs-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
