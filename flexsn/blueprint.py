@@ -17,6 +17,7 @@ from torch import Tensor
 from .capture import Meta, Trace, trace
 from .errors import CoreError, NotElementwiseError, RandomOpError, UnsupportedOpError
 from .graph import HALF
+from .linear import nonlinear, of_a_users_backward
 from .signature import Signature, broadcasts, noting_default_states, state_mismatch, step_shape
 
 Record = Callable[..., Trace]  # `trace` of one core on one device
@@ -80,10 +81,33 @@ class Blueprint:
         if self.vjp is None:
             record = functools.partial(trace, core, self.sig, device=device, captured=captured, vjp=True)
             vjp = record(metas=self.computed)
-            self.free_dims = _free_dims(record, self, vjp, captured, self.free_dims)
-            self.vjp = vjp
+            free_dims = _free_dims(record, self, vjp, captured, self.free_dims)
+            self._check_smaller(vjp, free_dims)
+            self.free_dims, self.vjp = free_dims, vjp
             self.texts.clear()
         return self.vjp
+
+    def _check_smaller(self, vjp: Trace, free_dims: frozenset[int]) -> None:
+        """Eager sums the cotangents of what is smaller than the step before a backward of the user's takes them, a kernel after it; of a
+        smaller return a kernel holds the cotangent at one of its neurons, and zeros at the others. Both are right where that backward
+        is linear, and asks for no sizes."""
+        whole, operands = torch.Size(self.step).numel(), self.metas[: self.sig.num_inputs + self.sig.num_states]
+        smaller = [n for n, m in zip(self.sig.names, operands, strict=False) if torch.Size(m.shape).numel() != whole]
+        given = [n for n in vjp.cotangents if n is not None]
+        returns = [n for n in given if n.meta["val"].numel() != whole]
+        if not smaller and not returns:
+            return
+        own = [n for n in vjp.graph.nodes if of_a_users_backward(n)]
+        node = nonlinear(vjp.graph, given, given if smaller else returns, vjp.grads)
+        if node is None and own and free_dims != self.free_dims:
+            node = own[0]
+        if node is not None:
+            what = f"`{smaller[0]}`" if smaller else "a return"
+            raise NotElementwiseError(
+                "has a backward of its own that is not linear, or depends on sizes, and sums of cotangents over neurons are not those of a "
+                f"kernel: {what} is smaller than the step {list(self.step)}", core=self.sig.core, line=node.meta.get("line"),
+                hint="Give all inputs, states and returns the same step shape.",
+            )  # fmt: skip
 
     def shapes(self, operand_shapes: Sequence[tuple[int, ...]]) -> Shapes | None:
         """The shapes of a call with inputs and states of these step shapes, or None where the graphs do not fit."""

@@ -5,10 +5,11 @@ The kernel sums cotangents over time first, so whatever comes after must give th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 # The number: how many arguments may depend on the sum.
 LINEAR: dict[str, int] = {
@@ -44,15 +45,70 @@ def addends(name: str, args: tuple) -> Sequence[Any]:
         return args[1:3]
     if name == "aten::masked_fill":
         return args[2:3]
-    if name in ("aten::scatter_add", "aten::index_put", "aten::_unsafe_index_put", "aten::index_add"):
-        return args[:1]
-    return (*args[:1], *args[3:4]) if name == "aten::scatter" else ()
+    if name in ("aten::index_put", "aten::_unsafe_index_put"):
+        return (*args[:1], *args[2:3])
+    if name in ("aten::scatter", "aten::scatter_add", "aten::index_add"):
+        return (*args[:1], *args[3:4])
+    return args[2:3] if name == "aten::constant_pad_nd" else ()
 
 
-def is_linear(func: Any, nodes: Sequence[fx.Node], moving: Sequence[fx.Node]) -> bool:
+def is_linear(func: Any, nodes: Sequence[fx.Node], moving: Sequence[fx.Node], result: Any) -> bool:
     """Whether an op is linear in those of its operands `nodes` that depend on the sum, up to constant `addends`."""
     name = func._schema.name
     condition = name in ("aten::where", "aten::masked_fill") and nodes[name == "aten::masked_fill"] in moving
     denominator = name in LINEAR_IN_FIRST and nodes[0] not in moving
     combined = name == "aten::scatter" and func._overloadname in ("reduce", "value_reduce")
-    return len(moving) <= most_moving(name) and not (condition or denominator or combined)
+    rounded = (name == "aten::div" and func._overloadname.endswith("_mode")) or _truncates(moving, result)
+    return len(moving) <= most_moving(name) and not (condition or denominator or combined or rounded)
+
+
+def _truncates(moving: Sequence[fx.Node], result: Any) -> bool:
+    """Whether an op makes integers of floats, or shorter ones of integers: the sum of such is not that of the sum."""
+    if not isinstance(result, Tensor) or result.dtype.is_floating_point:
+        return False
+    return result.dtype is not torch.int64 or any(n.meta["val"].dtype.is_floating_point for n in moving)
+
+
+def of_a_users_backward(node: fx.Node) -> bool:
+    """Whether a custom function or a hook computed it in the backward; what PyTorch derives is of no line of the user's."""
+    return bool(node.meta.get("backward")) and node.meta.get("line") is not None
+
+
+def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.Node], grads: Sequence[fx.Node | None]) -> fx.Node | None:
+    """The first op of a user's own backward that is not linear in the cotangents; what PyTorch derives is.
+
+    Args:
+        graph: a core and its VJP.
+        of: those of the `cotangents` that are asked about.
+        grads: what the VJP returns.
+    """
+    moving, behind = set(of), set(cotangents)
+    constant = set[fx.Node]()  # the user's, that no cotangent is in
+    for node in graph.nodes:
+        if not node.meta.get("backward"):
+            continue
+        nodes, users = [n for n in _leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)], of_a_users_backward(node)
+        there = [n for n in nodes if n in moving]
+        behind.update([node] if behind.intersection(nodes) else ())
+        constant.update([node] if node not in behind and (users or constant.intersection(nodes)) else ())
+        moving.update([node] if there else ())
+        if not there or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        terms = list(_leaves(addends(node.target._schema.name, node.args)))
+        if constant.intersection(t for t in terms if isinstance(t, fx.Node)):
+            return node
+        added = any(t not in behind and t.meta.get("uniform") != 0 if isinstance(t, fx.Node) else t != 0 for t in terms)
+        grown = node.meta["val"].numel() > max(n.meta["val"].numel() for n in there)
+        if users and (added or grown or not is_linear(node.target, nodes, there, node.meta["val"])):
+            return node
+    return next((g for g in grads if g in constant and g.meta.get("uniform") != 0), None)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from _leaves(part)
+    elif isinstance(tree, dict):
+        yield from _leaves(tuple(tree.values()))
+    else:
+        yield tree

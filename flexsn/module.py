@@ -203,11 +203,10 @@ class FlexSN(CoreOwner):
             if self._watchers:  # a function that was compiled without the hooks of monitors is compiled again
                 pass
             if self.stateful:
-                finals = [carry(v) for v in finals]
-                self.states = tuple(finals) if exported else finals
+                self.states = tuple(finals) if exported else [carry(v) for v in finals]  # no CUDA graph owns those of an export
             elif self.states is not None:
                 self.states = None
-            if self.state_seqs is not sequences:
+            if sequences is not None or self.state_seqs is not None:  # PyTorch 2.11 compares no lists by `is`
                 self.state_seqs = sequences
         else:
             self._carry((tuple(finals) if exported else finals) if self.stateful else None, sequences, anew)

@@ -12,12 +12,10 @@ from torch import Tensor, fx
 from . import _compat
 from .decompose import decomposition
 from .errors import (
-    CapturedMutationError,
     CoreError,
     FlexSNError,
     InPlaceError,
     NotElementwiseError,
-    OperandMutationError,
     ParamGradientError,
     UnsupportedOpError,
     UnsupportedValueError,
@@ -48,9 +46,6 @@ _LAYOUT = {
     "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
 }  # fmt: skip
 
-_NEW_STATE = "What changes from step to step is a state: take it as an argument and return its new value."
-_NORM = "A batch norm in training updates its statistics: apply it to the whole sequence, in front of the neuron."
-_STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 _NEEDS_NO_STATE = "A kernel handles each neuron by itself: do this outside the core, or on params only."
 _NEEDS_A_STATE = (
     "A kernel handles each neuron by itself: do this outside the core, on its outputs. What the next step needs of it, no kernel "
@@ -141,7 +136,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             val, whole = self.evaluate(func, args, kwargs), nodes[0].meta["val"]
             if val.shape == whole.shape and val.dtype == whole.dtype:  # a sum of one element too
                 return self.track(val, nodes[0])
-        if func in RULES:
+        if func in RULES and (func is not aten.index_put.default or elementwise_index_put(*args, **kwargs)):
             return self.add(func, args, kwargs, "step", nodes)
         if self.in_backward and name in LINEAR:
             return self.reduced(func, args, kwargs, nodes)
@@ -179,7 +174,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             if decomposed is not NotImplemented:
                 return decomposed
         affine = any(not self.moves_or_vanishes(a) for a in addends(name, args))
-        if affine or not is_linear(func, nodes, moving):
+        if affine or not is_linear(func, nodes, moving, self.evaluate(func, args, kwargs)):
             if not self.trains_params:
                 raise self.mixing(self.user_op or func, self.line())
             raise ParamGradientError(
@@ -220,18 +215,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         target = args[0] if args else None
         if "out" in kwargs or not isinstance(target, Tensor) or not func._schema.arguments[0].is_write:
             raise InPlaceError(f"`{op_name(func)}` writes into an argument", core=self.sig.core, line=self.line())
-        node = self.node_of(target)
-        if node in self.operand_names:
-            raise OperandMutationError(
-                f"`{op_name(func)}` writes into operand `{self.operand_names[node]}` in place", core=self.sig.core, line=self.line(),
-                hint="Write `v = v + x`, not `v += x`.",
-            )  # fmt: skip
-        if id(target) in self.real or node in self.captured_nodes.values():
-            role = node.meta["role"]
-            raise CapturedMutationError(
-                f"`{op_name(func)}` writes into captured tensor `{role}`", core=self.sig.core, line=self.line(),
-                hint=_NORM if role.endswith(_STATISTICS) else _NEW_STATE,
-            )  # fmt: skip
+        self.refuse_write(target, f"`{op_name(func)}` writes into", " in place")
         aliased = (self.user_op is not None or not self.vjp) and self.aliased(target)  # autograd too keeps what it saved
         if target._is_view() or aliased:
             raise InPlaceError(
@@ -244,6 +228,11 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         known = set(self.tracked)
         with self:
             result = functional(*args, **kwargs)
+            if not torch.can_cast(result.dtype, target.dtype):  # `n += 0.5` of an integer, which PyTorch refuses
+                raise CoreError(
+                    f"`{op_name(func)}`: result type {_dtype_name(result)} can't be cast to the desired output type {_dtype_name(target)}",
+                    core=self.sig.core, line=self.line(),
+                )  # fmt: skip
             if result.dtype != target.dtype:
                 result = aten._to_copy.default(result, dtype=target.dtype)
             if result.shape != target.shape:
@@ -264,7 +253,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         if isinstance(val, Tensor) and any(val is a for a in _tensors((args, kwargs))):
             return val
         node = self.graph.create_node("call_function", func, _map(args, self.node_of), _map(kwargs, self.node_of))
-        node.meta.update(kind=kind, val=val, line=self.line())
+        node.meta.update(kind=kind, val=val, line=self.line(), backward=self.in_backward)
         if kind == "step" and isinstance(val, Tensor) and val.dtype not in DTYPES:
             self.error = self.error or UnsupportedValueError(
                 f"`{op_name(self.user_op or func)}` gives a {val.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(val.dtype)
@@ -415,6 +404,17 @@ def _behind(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
             seen.add(node)
             yield node
             stack += node.all_input_nodes
+
+
+def elementwise_index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> bool:
+    """Whether it is `h[mask] = number`, with a mask for every neuron: PyTorch aligns smaller ones with the first dims."""
+    mask = indices[0]
+    masks = len(indices) == 1 and mask is not None and mask.dtype == torch.bool and mask.shape == x.shape
+    return masks and values.numel() == 1 and not accumulate
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _is_nil(node: fx.Node) -> bool:

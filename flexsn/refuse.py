@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .errors import ControlFlowError, CoreError, FlexSNError, RandomOpError, ScalarReadError, UnsupportedOpError
+from .errors import (
+    CapturedMutationError,
+    ControlFlowError,
+    CoreError,
+    FlexSNError,
+    InPlaceError,
+    OperandMutationError,
+    RandomOpError,
+    ScalarReadError,
+    UnsupportedOpError,
+)
 from .tape import Tape, run_core
 
 _VALUE_READS = {
@@ -20,8 +30,12 @@ _VALUE_READS = {
 _SHAPE, _NBYTES, _NDIM = (getattr(Tensor, name).__get__ for name in ("shape", "nbytes", "ndim"))
 _SIZE_READS = (_SHAPE, _NBYTES, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)
 _RANK_READS = (_NDIM, Tensor.dim, Tensor.ndimension)
+_SET = {getattr(Tensor, name).__set__: name for name in ("data", "grad")}  # never reach the dispatcher
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
+_NEW_STATE = "What changes from step to step is a state: take it as an argument and return its new value."
+_NORM = "A batch norm in training updates its statistics: apply it to the whole sequence, in front of the neuron."
+_STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
 _TO_COMPUTE = "Keep it a tensor: 0-dimensional tensors broadcast like numbers."
 _TO_SHOW = "To look at a state at every step, ask for `store_state_seqs=True`; return any other value as one more output."
 
@@ -86,6 +100,21 @@ class Refusing(Tape):
             hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",
         )  # fmt: skip
 
+    def refuse_write(self, target: Tensor, does: str, how: str = "") -> None:
+        """Refuse what changes an operand or a captured tensor."""
+        node = self.node_of(target)
+        if node in self.operand_names:
+            raise OperandMutationError(
+                f"{does} operand `{self.operand_names[node]}`{how}", core=self.sig.core, line=self.line(),
+                hint="Write `v = v + x`, not `v += x`.",
+            )  # fmt: skip
+        if id(target) in self.real or node in self.captured_nodes.values():
+            role = node.meta["role"]
+            raise CapturedMutationError(
+                f"{does} captured tensor `{role}`", core=self.sig.core, line=self.line(),
+                hint=_NORM if role.endswith(_STATISTICS) else _NEW_STATE,
+            )  # fmt: skip
+
     @contextlib.contextmanager
     def remembering(self) -> Iterator[None]:
         """Keep the first refusal; what PyTorch itself would raise the core may catch."""
@@ -127,6 +156,13 @@ class ValueReads(TorchFunctionMode):
         if name in _VALUE_READS and args and isinstance(args[0], Tensor):
             with self.recorder.remembering():
                 self.recorder.refuse_read(name, args[0])
+        if what := _SET.get(func):
+            with self.recorder.remembering():
+                self.recorder.refuse_write(args[0], f"sets `.{what}` of")
+                raise InPlaceError(
+                    f"sets `.{what}` of a tensor", core=self.recorder.sig.core, line=self.recorder.line(),
+                    hint="Compute a new one: `h = h.clamp(0, 1)`, not `h.data = h.data.clamp(0, 1)`.",
+                )  # fmt: skip
         if func in _SIZE_READS or func in _RANK_READS:
             self.note_shape(func, args[0])
         if func in _AUTOGRAD:

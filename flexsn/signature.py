@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .errors import (
     ArgumentError,
+    CoreError,
     DeviceMismatchError,
     FlexSNError,
     OperandCountError,
@@ -159,7 +160,7 @@ def check_operands(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Te
     return inputs[0].shape[0]
 
 
-_OF_DTYPES = re.compile(r"(?i)d[_ ]?type|scalar ?type|not implemented for|float|double|half|\bbool|\bint\\d*\b|\blong\b")
+_OF_DTYPES = re.compile(r"(?i)d[_ ]?type|scalar ?type|not implemented for|float|double|half|\bbool|\bint\d+|\blong\b")
 
 
 @contextlib.contextmanager
@@ -172,11 +173,11 @@ def noting_default_states(sig: Signature, states: Sequence[Any] | None, dtype: t
     """
     try:
         yield
-    except FlexSNError:
-        raise
     except Exception as error:  # whatever a core raises; raised again
+        if isinstance(error, FlexSNError) and not isinstance(error, CoreError):
+            raise
         names = ", ".join(f"`{name}`" for name, state in zip(sig.state_names, states or (), strict=False) if state is None)
-        if names and _OF_DTYPES.search(str(error)):
+        if names and _OF_DTYPES.search(error.reason if isinstance(error, CoreError) else str(error)):
             error.add_note(
                 f"flexsn: zeros of {str(dtype)[6:]}, the dtype of the first input, stand in place of {names}. Where the core needs "
                 "another dtype, give a state: `states=(...)`, or `initial_states=lambda x: [torch.zeros(x.shape[1:], dtype=torch.bool)]`."

@@ -5,6 +5,7 @@ import torch
 from cores import lif
 from helpers import check, line_of
 
+import flexsn
 from flexsn.capture import Meta, trace
 from flexsn.errors import InPlaceError, OperandMutationError
 from flexsn.signature import make_signature
@@ -60,6 +61,32 @@ def test_in_place_on_a_temporary_is_the_functional_op():
 
     names = [n for n, _ in kinds(record(in_place, (5,), (5,)))]
     assert names[:2] == ["add", "mul"] and not [n for n in names if n.endswith("_")]
+
+
+INTEGERS_WRITTEN = {
+    "add": lambda n: n.add_(0.5), "divide": lambda n: n.div_(2), "root": lambda n: n.sqrt_(), "clamp": lambda n: n.clamp_(max=2.5),
+    "bool": lambda n: (n > 0).add_(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", INTEGERS_WRITTEN.values(), ids=INTEGERS_WRITTEN)
+def test_in_place_on_integers_is_refused_where_pytorch_refuses(write):
+    """Also if the core catches it: its other way is taken."""
+
+    def caught(x, n):
+        m = n + 1
+        try:
+            m = write(m)
+        except RuntimeError:
+            m = m + 2
+        return x * m, m.long()
+
+    x, n = torch.randn(5, 3), torch.zeros(3, dtype=torch.int64)
+    for backend in ("cpp", "torch"):
+        with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
+            flexsn.scan(lambda x, n: (x, write(n + 1).long()), [x], [n], backend=backend)
+    got, want = (flexsn.scan(caught, [x], [n], backend=backend) for backend in ("cpp", "torch"))
+    assert torch.equal(got.states[0], want.states[0]) and torch.equal(got.outputs[0], want.outputs[0])
 
 
 @pytest.mark.parametrize("power", [lambda h, v: h.pow_(2), lambda h, v: h.pow_(v)], ids=["number", "tensor"])

@@ -1085,3 +1085,13 @@ def test_a_neuron_without_a_kernel_called_several_times(compiler, stateful):
         net.reset()
         for a, b in zip((*got, state), (*calls(*xs), net.states[0]), strict=True):
             assert torch.equal(a, b)
+
+
+def test_state_sequences_of_every_call():
+    x, (net, want) = 2 * torch.rand(5, 3, 6), (flexsn.LIF(store_state_seqs=True) for _ in range(2))
+    compiled = torch.compile(net, fullgraph=True, backend="eager")
+    for stored in (True, True, False, True):
+        net.store_state_seqs = want.store_state_seqs = stored
+        assert torch.equal(compiled(x), want(x))
+        assert (net.state_seqs is None) == (not stored)
+        torch.testing.assert_close(net.state_seqs, want.state_seqs, rtol=0, atol=0)

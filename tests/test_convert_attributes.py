@@ -326,3 +326,16 @@ def test_what_a_container_calls_step_by_step_stays_so(make):
 def test_what_is_no_model_is_refused(wrong, why):
     with pytest.raises(ArgumentError, match=f"convert takes a model, not {why}"):
         flexsn.convert(wrong)
+
+
+def test_sequences_asked_for_inside_a_compiled_function():
+    net = nn.Sequential(neuron.IFNode(step_mode="m"))
+    flexsn.convert(net)
+
+    @torch.compile(backend="eager")
+    def run(x):
+        net[0].store_v_seq = True
+        return net(x)
+
+    run(torch.rand(5, 2, 3))
+    assert net[0].store_v_seq and net[0].v_seq.shape == (5, 2, 3)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import flexsn
-from flexsn import errors
+from flexsn import errors, fallback
 
 system = random.SystemRandom()
 
@@ -197,3 +197,129 @@ def test_a_backward_with_side_effects(backward, error):
         log.clear()
         neuron(x).sum().backward()
         assert log == [1] * (5 if error is errors.SideEffectError else 0)
+
+
+# --- operands, params and returns that are smaller than the step -----------------------------------------------------------------------
+halved = function(lambda g, h: g / 2, lambda h: h * 1.0)
+clipped = function(lambda g, h: g.clamp(-0.1, 0.1), lambda h: h * 1.0)
+shifted = function(lambda g, h: g + 0.1, lambda h: h * 1.0)
+constant = function(lambda g, h: h * 2.0, lambda h: h * 1.0)
+counted = function(lambda g, h: g / g.numel(), lambda h: h * 1.0)
+
+
+def hooked(h):
+    h = h * 1.0
+    if h.requires_grad:
+        h.register_hook(lambda g: g.sign())
+    return h
+
+
+def masked(g, h):
+    g = g.clone()
+    g[h.abs() > 0.5] = 0.0
+    return g * (1.0 - h.abs()).clamp(min=0.0)
+
+
+def added_up(way):
+    """Of an input that broadcasts."""
+
+    def core(x, z, v):
+        h = 0.8 * v + x + way(z)
+        return h.tanh(), h
+
+    return core
+
+
+def spiking(spike):
+    def core(x, z, v):
+        h = 0.8 * v + x + z
+        s = spike(h - 0.5)
+        return s, h * (1 - s)
+
+    return core
+
+
+def small_gradients(core, backend):
+    torch.manual_seed(0)
+    x, z = torch.randn(6, 5, 3), torch.randn(6, 3, requires_grad=True)
+    y = flexsn.scan(core, [x, z], [None], backend=backend).outputs[0]
+    return torch.autograd.grad(y.square().sum(), z)[0]
+
+
+@pytest.mark.parametrize("way", [clipped, hooked, shifted, constant, counted], ids=["clipped", "hook", "shifted", "constant", "counted"])
+def test_a_backward_of_a_small_input_that_is_not_linear(way):
+    """Eager sums over the neurons first."""
+    with pytest.raises(errors.NotElementwiseError, match=r"`z` is smaller than the step \[5, 3\]"):
+        small_gradients(added_up(way), "cpp")
+    with fallback.unsaid():
+        torch.testing.assert_close(small_gradients(added_up(way), "auto"), small_gradients(added_up(way), "torch"))
+
+
+@pytest.mark.parametrize(
+    "core", [added_up(halved), spiking(function(masked)), spiking(function(lambda g, h: g / (1 + h.abs()).square()))],
+    ids=["halved", "masked", "fast sigmoid"],
+)  # fmt: skip
+def test_a_linear_backward_of_a_small_input_is_fused(core):
+    torch.testing.assert_close(small_gradients(core, "cpp"), small_gradients(core, "torch"))
+
+
+@pytest.mark.parametrize("backward", [lambda g, w: torch.where(g >= 0, 1.0, -2.0), lambda g, w: g + 1.0], ids=["sign", "shifted"])
+def test_a_backward_of_a_small_return_that_is_not_linear(backward):
+    """A kernel has the cotangent at one of its neurons, and zeros at the others."""
+    way = function(backward, lambda w: w * 2.0)
+
+    def grad(backend):
+        torch.manual_seed(0)
+        x, c, w = torch.randn(7, 5, 3), torch.randn(7, 3), torch.ones(3, requires_grad=True)
+        y = flexsn.scan(lambda x, v, w: (0.8 * v + x, way(w), 0.8 * v + x), [x], [None], [w], backend=backend).outputs[1]
+        return torch.autograd.grad((y * c).sum(), w)[0]
+
+    with pytest.raises(errors.NotElementwiseError, match="a return is smaller"):
+        grad("cpp")
+    with fallback.unsaid():
+        torch.testing.assert_close(grad("auto"), grad("torch"))
+
+
+def fills_by_mask(g):
+    g = g.clone()
+    g[torch.tensor([True, False, False])] = 0.5
+    return g
+
+
+NOT_OF_THE_SUM = {
+    "floor": lambda g: torch.div(g, 0.25, rounding_mode="floor") * 0.25, "mask": fills_by_mask,
+    "index_fill": lambda g: g.index_fill(0, torch.tensor([0]), 0.5), "index_add": lambda g: g.index_add(0, torch.tensor([0]), torch.tensor([0.5])),
+    "scatter_add": lambda g: g.scatter_add(0, torch.tensor([0]), torch.tensor([0.5])),
+    "pad": lambda g: torch.nn.functional.pad(g, (1, 0), value=0.5)[:-1], "int": lambda g: g.int().float(), "bool": lambda g: g.bool().float(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", NOT_OF_THE_SUM.values(), ids=NOT_OF_THE_SUM)
+def test_a_gradient_of_a_param_that_is_not_linear_in_a_sum(rule):
+    times = function(lambda g, h, w: (g * w, rule((g * h).sum(0))), lambda h, w: h * w)
+
+    def core(x, v, w):
+        h = 0.8 * v + times(x, w)
+        return h, h
+
+    def grad(backend):
+        torch.manual_seed(0)
+        x, w = torch.randn(7, 5, 3), torch.ones(3, requires_grad=True)
+        return torch.autograd.grad(flexsn.scan(core, [x], [None], [w], backend=backend).outputs[0].square().sum(), w)[0]
+
+    with pytest.raises(errors.ParamGradientError, match="not known to be linear"):
+        grad("cpp")
+    with fallback.unsaid():
+        torch.testing.assert_close(grad("auto"), grad("torch"))
+
+
+def test_a_gradient_that_a_core_sets_stays_the_users():
+    w = torch.ones(3, requires_grad=True)
+
+    def core(x, v):
+        w.grad = x.detach() * 1.0
+        return x * w, v
+
+    with pytest.raises(errors.CapturedMutationError, match=r"sets `\.grad` of captured tensor"):
+        flexsn.scan(core, [torch.ones(4, 3)], [None], backend="cpp")
+    assert w.grad is None

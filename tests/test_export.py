@@ -255,6 +255,19 @@ def test_states_as_inputs_of_a_program(strict):
     assert torch.equal(whole, net(x, v)[0]) and torch.equal(torch.cat([first, second]), whole) and torch.equal(end, last)
 
 
+@STRICT
+def test_functorch_takes_a_program_with_a_stateful_neuron(strict):
+    net, x = nn.Sequential(nn.Linear(8, 8), neuron()), sequence()
+    program = export(net, (x,), strict=strict).module()
+
+    def grads(module):
+        loss = lambda params, x: torch.func.functional_call(module, params, (x,)).square().mean()
+        named = {name: p.detach() for name, p in module.named_parameters()}
+        return torch.func.grad(loss)(named, x), torch.func.vmap(torch.func.grad(loss), (None, 0))(named, torch.stack([x, 2 * x]))
+
+    torch.testing.assert_close(grads(program), grads(nn.Sequential(net[0], neuron(stateful=False))))
+
+
 def test_compiled_calls_are_no_exports():
     net, want, x = neuron(), neuron(), sequence()
     compiled = torch.compile(net, backend="eager", fullgraph=True)

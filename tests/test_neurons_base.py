@@ -407,3 +407,17 @@ def test_a_neuron_keeps_its_core():
     with pytest.raises(ArgumentError, match=r"LIF has a core of its own(.|\n)*flexsn\.FlexSN"):
         neuron.core = lambda x, v: (x, v)
     assert "tau=2.0" in repr(neuron)
+
+
+def test_arguments_set_inside_a_compiled_function_hold_at_once():
+    layer, x = flexsn.LIF(stateful=False), 2.5 * torch.rand(20, 4, 8)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(x):
+        layer.v_threshold = layer.v_threshold / 2
+        return layer(x)
+
+    for threshold in (0.5, 0.25, 0.125):
+        y = step(x)
+        assert layer.v_threshold == threshold
+        assert torch.equal(y, flexsn.LIF(v_threshold=threshold, stateful=False)(x))

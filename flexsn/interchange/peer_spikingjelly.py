@@ -223,6 +223,16 @@ CORES: dict[type, type[nn.Module]] = {
 PARALLEL = (neuron.PSN, neuron.MaskedPSN, neuron.SlidingPSN)
 
 
+class StoreVSeq:
+    """The node's name for `store_state_seqs`; in Python, as Dynamo calls the setter of a property after the graph (2.11)."""
+
+    def __get__(self, neuron: Any, kind: type | None = None) -> Any:
+        return self if neuron is None else neuron.store_state_seqs
+
+    def __set__(self, neuron: Any, value: bool) -> None:
+        neuron.store_state_seqs, neuron.state_seqs = value, None
+
+
 class SpikingJellyNeuron(Swapped):
     """As the node it stands for: `step_mode`, `reset()`, `detach()`, `store_v_seq` and `v_seq`, the states and constants by name."""
 
@@ -267,13 +277,7 @@ class SpikingJellyNeuron(Swapped):
         values = [value if n == name else v for n, v in zip(self.state_names, now, strict=True)]
         self.states = [v if isinstance(v, Tensor) else torch.tensor(float(v), dtype=torch.float64) for v in values]
 
-    @property
-    def store_v_seq(self) -> bool:
-        return self.store_state_seqs
-
-    @store_v_seq.setter
-    def store_v_seq(self, value: bool) -> None:
-        self.store_state_seqs, self.state_seqs = value, None
+    store_v_seq = StoreVSeq()
 
     @property
     def v_seq(self) -> Tensor | None:

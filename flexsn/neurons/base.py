@@ -62,7 +62,7 @@ class Neuron(FlexSN):
             options = [p.replace(default=True) if p.name == "learn_tau" else p for p in options]
         cls.__signature__ = inspect.Signature([*given, *options])  # type: ignore[attr-defined]  # what `inspect` asks for
         for name in cls.defaults:
-            setattr(cls, name, property(functools.partial(_get, name=name), functools.partial(_set, name=name)))
+            setattr(cls, name, _Attribute(name))
 
     def __init__(
         self, *args: Argument, learn: Sequence[str] = (), learn_tau: bool = False, per_channel: int | None = None,
@@ -156,6 +156,18 @@ class Neuron(FlexSN):
         return ", ".join([*(f"{n}={_shown(v)}" for n, v in shown.items()), f"step_mode={self.step_mode!r}", f"backend={self.backend!r}"])
 
 
+class _Attribute(property):
+    """An argument as an attribute. A `__set__` in Python Dynamo follows; the setter of a plain `property` is called after the graph,
+    which computes with the value from before (2.11)."""
+
+    def __init__(self, name: str):
+        super().__init__(functools.partial(_get, name=name), functools.partial(_set, name=name))
+        self.name = name
+
+    def __set__(self, neuron: Any, value: Any) -> None:
+        _set(neuron, value, self.name)
+
+
 def _get(neuron: Neuron, name: str) -> Any:
     if name in neuron._names:  # a tensor or module, which the module holds
         return getattr(neuron.captured, neuron._names[name])
@@ -186,7 +198,9 @@ def _set(neuron: Neuron, value: Any, name: str) -> None:
 # --- what arguments may be -------------------------------------------------------------------------------------------------
 def plain(value: Any) -> Any:
     """Scalars of numpy as those of Python."""
-    return value.item() if not isinstance(value, Tensor) and getattr(value, "ndim", None) == 0 else value
+    if type(value) in (int, float) or isinstance(value, Tensor):  # Dynamo does not ask its symbolic numbers for `ndim`
+        return value
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def is_number(value: Any) -> bool:

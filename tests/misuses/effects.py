@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import torch
+from torch import nn
 from torch._dynamo.exc import Unsupported
 
 import flexsn
@@ -280,6 +281,58 @@ def writes_part(backend):
         h = v + x
         h[0] = 1.0
         return h, h
+
+    return both(backend, core, states=[V])
+
+
+@misuse("rows of a value written by a mask (`h[alive] = 9`)", falls_back(errors.NotElementwiseError, "`index_put`"))
+def writes_rows(backend):
+    alive = torch.tensor([True, False, True, False])
+
+    def core(x, v):
+        h = v + x
+        h[alive] = 9.0
+        return h, h * 0.5
+
+    return both(backend, core, states=[V])
+
+
+@misuse("columns of a value written (`h[:, idx] = 0`)", falls_back(errors.NotElementwiseError, "`index_put`"))
+def writes_columns(backend):
+    columns = torch.tensor([0, 2])
+
+    def core(x, v):
+        h = v + x
+        h[:, columns] = 0.0
+        return h, h * 0.5
+
+    return both(backend, core, states=[V])
+
+
+class KeptInRange(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([-1.0, 0.5, 3.0]))
+
+    def forward(self, x, v):
+        self.w.data = self.w.data.clamp(0.0, 1.0)
+        h = v + x * self.w
+        return h, h * 0.5
+
+
+@misuse("`.data` of a parameter set", falls_back(errors.CapturedMutationError, "sets `.data` of captured tensor `core.w`"))
+def sets_data_of_a_parameter(backend):
+    core, other = KeptInRange(), KeptInRange()
+    got, want = flexsn.scan(core, [X], [V], backend=backend).outputs, loop(other, [X], [V])[:1]
+    return [*got, core.w.detach()], [*want, other.w.detach()]
+
+
+@misuse("`.data` of a value set", falls_back(errors.InPlaceError, "sets `.data` of a tensor", "Compute a new one"))
+def sets_data(backend):
+    def core(x, v):
+        h = v + x
+        h.data = h.data.clamp(0.0, 1.0)
+        return h, h * 0.5
 
     return both(backend, core, states=[V])
 
