@@ -220,11 +220,12 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         if target._is_view() or aliased:
             raise InPlaceError(
                 f"`{op_name(func)}` writes into a tensor that has views", core=self.sig.core, line=self.line(),
-                hint="Use the form without the underscore.",
+                hint="Make a new one: by the form without the underscore, or, of parts, by `torch.where(mask, a, h)`.",
             )  # fmt: skip
         functional = _compat.functional_overload(func)
         if functional is None:
-            raise InPlaceError(f"`{op_name(func)}` has no functional form", core=self.sig.core, line=self.line())
+            hint = "Write the form that makes a new tensor: `n = n >> 1`, not `n >>= 1`."
+            raise InPlaceError(f"`{op_name(func)}` has no functional form", core=self.sig.core, line=self.line(), hint=hint)
         known = set(self.tracked)
         with self:
             result = functional(*args, **kwargs)
@@ -273,8 +274,9 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             val = func(*fakes[0], **fakes[1])
         except _compat.DYNAMIC_SHAPE_ERRORS:
             raise NotElementwiseError(
-                f"the shape of `{op_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line()
-            ) from None
+                f"the shape of `{op_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line(),
+                hint="Decide neuron by neuron: `torch.where(mask, a, b)`.",
+            ) from None  # fmt: skip
         except ValueError as error:  # of a fake view: params lie otherwise in the call
             raise UnsupportedOpError(f"`{op_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
         except RuntimeError as error:

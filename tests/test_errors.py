@@ -608,7 +608,7 @@ def test_a_default_state_of_another_dtype_than_the_core_takes(backend):
     (note,) = caught.value.__notes__
     assert "zeros of float32" in note and "`fired`" in note and "`v`" not in note
     flexsn.scan(refractory, [x], [torch.zeros(2), torch.zeros(2, dtype=torch.bool)], backend=backend)
-    with pytest.raises(RuntimeError, match="expected (predicate|condition) to be") as caught:
+    with pytest.raises(RuntimeError, match=r"expected (predicate|condition) to be") as caught:
         flexsn.scan(lambda x, fired: (torch.where(fired, x, -x), x > 0), [x], [None], backend=backend)
     assert "zeros of float32" in caught.value.__notes__[0]
     for mistake in (lambda x, v: (torch.clamp(x, minn=0), v), lambda x, v: ([x][1], v)):  # that no dtype is part of
