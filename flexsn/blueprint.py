@@ -92,7 +92,8 @@ class Blueprint:
         smaller return a kernel holds the cotangent at one of its neurons, and zeros at the others. Both are right where that backward
         is linear, and asks for no sizes."""
         whole, operands = torch.Size(self.step).numel(), self.metas[: self.sig.num_inputs + self.sig.num_states]
-        smaller = [n for n, m in zip(self.sig.names, operands, strict=False) if torch.Size(m.shape).numel() != whole]
+        known = zip(self.sig.names, operands, vjp.grads, strict=False)
+        smaller = [name for name, meta, grad in known if grad is not None and torch.Size(meta.shape).numel() != whole]
         given = [n for n in vjp.cotangents if n is not None]
         returns = [n for n in given if n.meta["val"].numel() != whole]
         if not smaller and not returns:

@@ -75,7 +75,8 @@ def of_a_users_backward(node: fx.Node) -> bool:
 
 
 def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.Node], grads: Sequence[fx.Node | None]) -> fx.Node | None:
-    """The first op of a user's own backward that is not linear in the cotangents; what PyTorch derives is.
+    """The first op of a user's own backward that is not linear in the cotangents, or a gradient that no cotangent is in. What PyTorch
+    derives is linear.
 
     Args:
         graph: a core and its VJP.
@@ -84,24 +85,27 @@ def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.No
     """
     moving, behind = set(of), set(cotangents)
     constant = set[fx.Node]()  # the user's, that no cotangent is in
+
+    def is_added(term: Any) -> bool:
+        """Whether it counts once, and not as often as cotangents are summed; what PyTorch derives of no cotangent is zero."""
+        if not isinstance(term, fx.Node):
+            return term != 0
+        value = term.meta.get("uniform", 1 if term in constant or not term.meta.get("backward") else 0)
+        return term not in behind and value != 0
+
     for node in graph.nodes:
-        if not node.meta.get("backward"):
-            continue
         nodes, users = [n for n in _leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)], of_a_users_backward(node)
         there = [n for n in nodes if n in moving]
+        moving.update([node] if there else ())
         behind.update([node] if behind.intersection(nodes) else ())
         constant.update([node] if node not in behind and (users or constant.intersection(nodes)) else ())
-        moving.update([node] if there else ())
         if not there or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        terms = list(_leaves(addends(node.target._schema.name, node.args)))
-        if constant.intersection(t for t in terms if isinstance(t, fx.Node)):
-            return node
-        added = any(t not in behind and t.meta.get("uniform") != 0 if isinstance(t, fx.Node) else t != 0 for t in terms)
+        added = any(map(is_added, _leaves(addends(node.target._schema.name, node.args))))
         grown = node.meta["val"].numel() > max(n.meta["val"].numel() for n in there)
-        if users and (added or grown or not is_linear(node.target, nodes, there, node.meta["val"])):
+        if added or (users and (grown or not is_linear(node.target, nodes, there, node.meta["val"]))):
             return node
-    return next((g for g in grads if g in constant and g.meta.get("uniform") != 0), None)
+    return next((g for g in grads if g is not None and is_added(g)), None)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

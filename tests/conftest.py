@@ -50,6 +50,14 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    """To Dynamo all neurons are one function, which it compiles a limited number of times."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
 @pytest.fixture
 def threads():
     """A function that sets the number of threads; restored afterwards."""

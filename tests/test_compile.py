@@ -31,13 +31,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 class Plif(nn.Module):
     """A LIF with a learned decay per channel, which stands in the last dim, or `dims` dims further in front."""
 

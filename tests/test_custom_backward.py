@@ -205,6 +205,8 @@ clipped = function(lambda g, h: g.clamp(-0.1, 0.1), lambda h: h * 1.0)
 shifted = function(lambda g, h: g + 0.1, lambda h: h * 1.0)
 constant = function(lambda g, h: h * 2.0, lambda h: h * 1.0)
 counted = function(lambda g, h: g / g.numel(), lambda h: h * 1.0)
+ones = function(lambda g, h: torch.ones_like(h), lambda h: h * 1.0)
+saved = function(lambda g, h: h, lambda h: h * 1.0)
 
 
 def hooked(h):
@@ -246,7 +248,10 @@ def small_gradients(core, backend):
     return torch.autograd.grad(y.square().sum(), z)[0]
 
 
-@pytest.mark.parametrize("way", [clipped, hooked, shifted, constant, counted], ids=["clipped", "hook", "shifted", "constant", "counted"])
+@pytest.mark.parametrize(
+    "way", [clipped, hooked, shifted, constant, counted, ones, saved, lambda h: saved(h) + h],
+    ids=["clipped", "hook", "shifted", "constant", "counted", "ones", "saved", "beside another way"],
+)  # fmt: skip
 def test_a_backward_of_a_small_input_that_is_not_linear(way):
     """Eager sums over the neurons first."""
     with pytest.raises(errors.NotElementwiseError, match=r"`z` is smaller than the step \[5, 3\]"):

@@ -421,3 +421,14 @@ def test_arguments_set_inside_a_compiled_function_hold_at_once():
         y = step(x)
         assert layer.v_threshold == threshold
         assert torch.equal(y, flexsn.LIF(v_threshold=threshold, stateful=False)(x))
+
+
+def test_arguments_are_properties_of_subclasses_too():
+    class Bounded(flexsn.LIF):
+        @flexsn.LIF.v_threshold.setter
+        def v_threshold(self, value):
+            flexsn.LIF.v_threshold.fset(self, min(value, 2.0))
+
+    layer = Bounded()
+    layer.v_threshold = 5.0
+    assert layer.v_threshold == 2.0 and layer.core.keywords["v_threshold"] == 2.0

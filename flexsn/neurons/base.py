@@ -62,7 +62,7 @@ class Neuron(FlexSN):
             options = [p.replace(default=True) if p.name == "learn_tau" else p for p in options]
         cls.__signature__ = inspect.Signature([*given, *options])  # type: ignore[attr-defined]  # what `inspect` asks for
         for name in cls.defaults:
-            setattr(cls, name, _Attribute(name))
+            setattr(cls, name, _Attribute(functools.partial(_get, name=name), functools.partial(_set, name=name)))
 
     def __init__(
         self, *args: Argument, learn: Sequence[str] = (), learn_tau: bool = False, per_channel: int | None = None,
@@ -160,12 +160,10 @@ class _Attribute(property):
     """An argument as an attribute. A `__set__` in Python Dynamo follows; the setter of a plain `property` is called after the graph,
     which computes with the value from before (2.11)."""
 
-    def __init__(self, name: str):
-        super().__init__(functools.partial(_get, name=name), functools.partial(_set, name=name))
-        self.name = name
-
     def __set__(self, neuron: Any, value: Any) -> None:
-        _set(neuron, value, self.name)
+        if self.fset is None:
+            raise AttributeError("can't set attribute")
+        self.fset(neuron, value)
 
 
 def _get(neuron: Neuron, name: str) -> Any:
