@@ -323,8 +323,9 @@ def _pow(low: Lowering, node: fx.Node) -> Node:
     x = low.cast(base, dtype)
 
     def times(a: Node, b: Node) -> Node:
-        product = low.op("mul", a, b)  # of bfloat16 numbers each is rounded, on a CPU
-        return low.b.convert(low.b.convert(product, own), dtype) if own is torch.bfloat16 else product
+        product = low.op("mul", a, b)
+        rounded = own is torch.bfloat16 or (own is torch.float16 and low.device.type == "cuda")  # each
+        return low.b.convert(low.b.convert(product, own), dtype) if rounded else product
 
     if not isinstance(exponent, fx.Node):
         if exponent == 0:

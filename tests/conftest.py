@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 import types
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 
@@ -55,7 +56,9 @@ def _fresh_dynamo():
     """To Dynamo all neurons are one function, which it compiles a limited number of times."""
     yield
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what a first reset imports
+            torch._dynamo.reset()
 
 
 @pytest.fixture

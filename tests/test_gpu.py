@@ -41,6 +41,13 @@ def test_random_cores(many):
     assert verdicts == ["ok"] * 12
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("exponent", [2, 3, -1, -2, 0.5, -0.5])
+def test_powers_of_16_bits_are_rounded_as_eagers(exponent, dtype):
+    x, power = operands(1, 4096).abs(), lambda x: x.to(dtype) ** exponent
+    assert same(flexsn.scan(power, [x], [], strict=True), flexsn.scan(power, [x], [], backend="torch"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_forward_bits(dtype):
     """Division by a number is eager's multiplication by its reciprocal; division by a tensor is a division."""

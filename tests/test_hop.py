@@ -21,13 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 f64 = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def untold(monkeypatch):
     """No fallback has been told of yet."""
