@@ -4,6 +4,7 @@
 #   TORCH_INDEX_URL=<url>     where to take PyTorch from: its CPU index, if the default one serves CUDA builds
 #   JOBS=2                    processes that run tests
 #   CASES=500 SEED=7          of `make fuzz`: how many cores, and which
+#   TESTS="tests/test_x.py"   of `make test-oldest`: some of the tests
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -70,7 +71,7 @@ test-full: $(READY) ## the tests and the slow tests
 	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 
 test-oldest: $(OLDEST_READY) ## `make test` on PyTorch 2.11, the oldest that is supported
-	.oldest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+	.oldest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(TESTS)
 
 fuzz: $(READY) ## 10,000 random cores against the eager loop (an hour): CASES=500 fewer, SEED=7 the same again
 	$(BIN)/python tools/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED))
