@@ -101,7 +101,8 @@ def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.No
         constant.update([node] if node not in behind and (users or constant.intersection(nodes)) else ())
         if not there or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        added = any(map(is_added, _leaves(addends(node.target._schema.name, node.args))))
+        sums = users or node.target is torch.ops.aten.add.Tensor  # by which autograd adds up gradients
+        added = sums and any(map(is_added, _leaves(addends(node.target._schema.name, node.args))))
         grown = node.meta["val"].numel() > max(n.meta["val"].numel() for n in there)
         if added or (users and (grown or not is_linear(node.target, nodes, there, node.meta["val"]))):
             return node

@@ -268,6 +268,15 @@ def test_a_linear_backward_of_a_small_input_is_fused(core):
     torch.testing.assert_close(small_gradients(core, "cpp"), small_gradients(core, "torch"))
 
 
+@pytest.mark.parametrize(
+    "op", [torch.xlogy, torch.special.xlog1py, torch.fmod, torch.atan2, torch.hypot, torch.copysign], ids=lambda op: op.__name__
+)
+def test_what_pytorch_derives_of_a_small_input_is_fused(op):
+    p = torch.rand(3) + 0.5
+    core = added_up(lambda z: op(z.abs() + 0.1, p))
+    torch.testing.assert_close(small_gradients(core, "cpp"), small_gradients(core, "torch"))
+
+
 @pytest.mark.parametrize("backward", [lambda g, w: torch.where(g >= 0, 1.0, -2.0), lambda g, w: g + 1.0], ids=["sign", "shifted"])
 def test_a_backward_of_a_small_return_that_is_not_linear(backward):
     """A kernel has the cotangent at one of its neurons, and zeros at the others."""
