@@ -1,6 +1,7 @@
 """Which ops are linear, and in what: those that may follow a sum over neurons on its way to the gradient of a param.
 
-The kernel sums cotangents over time first, so whatever comes after must give the same for the sum as for its terms.
+The kernel sums cotangents over time first, so whatever comes after must give the same for the sum as for its terms. And a
+user's own backward of what is smaller than the step runs before a sum over neurons, where eager runs it after (`nonlinear`).
 """
 
 from __future__ import annotations
