@@ -261,6 +261,14 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)  # 2.11, 2.13
 
 
+def run_backward(outputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
+    """`torch.autograd.grad` that keeps the graph and gives None for what nothing leads to; function modes see what custom backwards
+    and hooks call, which the public function hides from them."""
+    from torch.autograd.graph import _engine_run_backward  # 2.11, 2.13
+
+    return _engine_run_backward(tuple(outputs), tuple(cotangents), True, False, tuple(sources), True, accumulate_grad=False)
+
+
 def exiting() -> bool:
     """Whether the interpreter ends, and waits only for what threads of a pool have still to do."""
     return concurrent.futures.thread._shutdown  # Python 3.11, 3.12

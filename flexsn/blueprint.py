@@ -100,7 +100,7 @@ class Blueprint:
             return
         own = [n for n in vjp.graph.nodes if of_a_users_backward(n)]
         node = nonlinear(vjp.graph, given, given if smaller else returns, vjp.grads)
-        if node is None and own and free_dims != self.free_dims:
+        if node is None and own and (vjp.shapes_read or vjp.ranks_read or free_dims != self.free_dims):
             node = own[0]
         if node is not None:
             what = f"`{smaller[0]}`" if smaller else "a return"
@@ -244,7 +244,7 @@ def _free_dims(record: Record, made: Blueprint, recorded: Trace, captured: dict[
     ins, metas = made.sig.num_inputs + made.sig.num_states, made.computed
     fixed = {n for m in metas[ins:] for n in m.shape} | {n for t in captured.values() for n in t.shape} | {1}
     free = frozenset(d for d in dims if made.step[d] not in fixed)
-    if free and not made.forward.shapes_read:  # else Python may decide by any of them
+    if free and not (made.forward.shapes_read or recorded.shapes_read):  # else Python may decide by any of them
         other = list(made.step)
         for d in free:
             other[d] = next(n for n in range(made.step[d] + 1 + d, 1 << 62) if n not in fixed and n not in other)

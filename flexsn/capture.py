@@ -49,8 +49,8 @@ class Trace:
     grads: list[fx.Node | None]  # vjp: one per operand, then one per captured tensor
     captured: dict[str, fx.Node] = field(default_factory=dict)  # captured tensors that the core used, by path
     constants: dict[str, Tensor] = field(default_factory=dict)  # tensors that the core made from Python values
-    shapes_read: frozenset[tuple[int, ...]] = frozenset()  # of tensors that depend on time, of which Python read a size
-    ranks_read: frozenset[int] = frozenset()  # of such tensors whose number of dims Python read
+    shapes_read: frozenset[tuple[int, ...]] = frozenset()  # of tensors that depend on time, of which the core, or its VJP, read a size
+    ranks_read: frozenset[int] = frozenset()  # of such tensors whose number of dims it read
 
     def metas(self) -> list[Meta]:
         return [Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in self.returns]

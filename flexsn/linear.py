@@ -71,8 +71,8 @@ def _truncates(moving: Sequence[fx.Node], result: Any) -> bool:
 
 
 def of_a_users_backward(node: fx.Node) -> bool:
-    """Whether a custom function or a hook computed it in the backward; what PyTorch derives is of no line of the user's."""
-    return bool(node.meta.get("backward")) and node.meta.get("line") is not None
+    """Whether a custom function or a hook computed it in the backward, and not PyTorch that derived it."""
+    return bool(node.meta.get("backward") and node.meta.get("users"))
 
 
 def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.Node], grads: Sequence[fx.Node | None]) -> fx.Node | None:

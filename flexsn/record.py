@@ -22,7 +22,7 @@ from .errors import (
 )
 from .linear import LINEAR, PRODUCTS, addends, is_linear, most_moving
 from .lower import RULES
-from .refuse import Refusing, op_name
+from .refuse import Refusing, ValueReads, op_name
 from .signature import DTYPES, Signature, dtype_hint
 from .tape import getitem
 
@@ -79,7 +79,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
 
     # --- the dispatcher calls here for every op -----------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with self.remembering():
+        with self.remembering(), torch._C.DisableTorchFunction():
             return self.handle(func, args, kwargs or {})
 
     def handle(self, func, args, kwargs):
@@ -254,7 +254,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         if isinstance(val, Tensor) and any(val is a for a in _tensors((args, kwargs))):
             return val
         node = self.graph.create_node("call_function", func, _map(args, self.node_of), _map(kwargs, self.node_of))
-        node.meta.update(kind=kind, val=val, line=self.line(), backward=self.in_backward)
+        node.meta.update(kind=kind, val=val, line=self.line(), backward=self.in_backward, users=bool(self.calling))
         if kind == "step" and isinstance(val, Tensor) and val.dtype not in DTYPES:
             self.error = self.error or UnsupportedValueError(
                 f"`{op_name(self.user_op or func)}` gives a {val.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(val.dtype)
@@ -307,7 +307,9 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         if not given or not wanted:
             return [None] * len(sources)
         self.in_backward = True
-        with self, _compat.without_hooks(wanted):
+        self.shapes_read.clear()  # those of the forward a trace of it alone has
+        self.ranks_read.clear()
+        with self, ValueReads(self), _compat.without_hooks(wanted):
             found = iter(self.gradients(values, wanted, given, cotangents))
         per_source = [next(found) if t.requires_grad else None for t in sources]
         grads = [None if g is None else self.node_of(g) for g in per_source]
@@ -348,7 +350,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         def grad(roots: list[int], sources: list[Tensor]) -> Sequence[Tensor | None] | RuntimeError:
             outs, cots = [values[i] for i in roots], [given[i] for i in roots]
             try:
-                return torch.autograd.grad(outs, sources, cots, allow_unused=True, retain_graph=True)
+                return _compat.run_backward(outs, cots, sources)
             except RuntimeError as error:
                 if "modified by an inplace operation" in str(error):  # eager may need no gradient of what was
                     hint = "Use the form without the underscore."

@@ -47,7 +47,7 @@ class Refusing(Tape):
         error: to be raised after the core ran.
         refused: was raised inside the core, which may have caught it.
         user_op: the op that the user wrote, while it is being decomposed.
-        calling: the name of the function of PyTorch that the core called last.
+        calling: the name of the function of PyTorch that the user's code is calling; empty while PyTorch differentiates.
         shapes_read: shapes of tensors that depend on time, of which the core read a size.
         ranks_read: how many dims such tensors have whose number of dims it read.
     """
@@ -152,7 +152,14 @@ class ValueReads(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = self.recorder.calling = getattr(func, "__name__", "")
+        before, self.recorder.calling = self.recorder.calling, getattr(func, "__name__", "a function")
+        try:
+            return self.call(func, args, kwargs or {})
+        finally:
+            self.recorder.calling = before
+
+    def call(self, func, args, kwargs):
+        name = self.recorder.calling
         if name in _VALUE_READS and args and isinstance(args[0], Tensor):
             with self.recorder.remembering():
                 self.recorder.refuse_read(name, args[0])
@@ -167,8 +174,8 @@ class ValueReads(TorchFunctionMode):
             self.note_shape(func, args[0])
         if func in _AUTOGRAD:
             with self.recorder.remembering():
-                return self.recorder.differentiating(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+                return self.recorder.differentiating(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def note_shape(self, func: Any, tensor: Tensor) -> None:
         _, node = self.recorder.tracked.get(id(tensor), (None, None))

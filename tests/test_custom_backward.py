@@ -1,5 +1,6 @@
 """Backwards that users write (`torch.autograd.Function`, hooks): what they compute from, change, draw and mix."""
 
+import functools
 import math
 import random
 
@@ -62,6 +63,17 @@ def by_hook(x, v):
     return s, v
 
 
+class Branching(nn.Module):
+    """`if` on a size in a backward."""
+
+    def forward(self, x, v):
+        s = branch(0.8 * v + x)
+        return s, v
+
+
+branch = function(lambda g, h: g * 2.0 if len(h) > 10 else g)
+
+
 def gradients(net, sizes):
     found = []
     for size in sizes:
@@ -73,8 +85,16 @@ def gradients(net, sizes):
 
 @pytest.mark.parametrize(
     ("make", "dynamic"),
-    [(Quantised, None), (Quantised, False), (Quantised, True), (lambda: by_hook, None)],  # Dynamo follows no hooks of tensors made inside
-    ids=["function", "static", "dynamic", "hook"],
+    [
+        (Quantised, None),
+        (Quantised, False),
+        (Quantised, True),
+        (lambda: by_hook, None),
+        (Branching, None),
+        (Branching, False),
+        (Branching, True),
+    ],  # Dynamo follows no hooks of tensors made inside
+    ids=["function", "static", "dynamic", "hook", "branch", "branch static", "branch dynamic"],
 )
 def test_a_backward_may_depend_on_sizes(make, dynamic):
     """The first size is no constant of the kernel."""
@@ -209,11 +229,14 @@ ones = function(lambda g, h: torch.ones_like(h), lambda h: h * 1.0)
 saved = function(lambda g, h: h, lambda h: h * 1.0)
 
 
-def hooked(h):
-    h = h * 1.0
-    if h.requires_grad:
-        h.register_hook(lambda g: g.sign())
-    return h
+def hooked(hook):
+    def way(h):
+        h = h * 1.0
+        if h.requires_grad:
+            h.register_hook(hook)
+        return h
+
+    return way
 
 
 def masked(g, h):
@@ -249,11 +272,17 @@ def small_gradients(core, backend):
 
 
 @pytest.mark.parametrize(
-    "way", [clipped, hooked, shifted, constant, counted, ones, saved, lambda h: saved(h) + h],
-    ids=["clipped", "hook", "shifted", "constant", "counted", "ones", "saved", "beside another way"],
+    "way",
+    {
+        "clipped": clipped, "shifted": shifted, "constant": constant, "counted": counted, "ones": ones, "saved": saved,
+        "beside another way": lambda h: saved(h) + h, "hook": hooked(lambda g: g.sign()), "PyTorch's": hooked(torch.sign),
+        "partial": hooked(functools.partial(torch.clamp, min=-0.1, max=0.1)), "module": hooked(nn.Hardtanh(-0.1, 0.1)),
+        "rank": hooked(lambda g: g * g.dim()), "branch": hooked(lambda g: g * (2.0 if g.shape[0] > 3 else 1.0)),
+    }.items(), ids=lambda way: way[0],
 )  # fmt: skip
 def test_a_backward_of_a_small_input_that_is_not_linear(way):
     """Eager sums over the neurons first."""
+    _, way = way
     with pytest.raises(errors.NotElementwiseError, match=r"`z` is smaller than the step \[5, 3\]"):
         small_gradients(added_up(way), "cpp")
     with fallback.unsaid():
@@ -261,8 +290,9 @@ def test_a_backward_of_a_small_input_that_is_not_linear(way):
 
 
 @pytest.mark.parametrize(
-    "core", [added_up(halved), spiking(function(masked)), spiking(function(lambda g, h: g / (1 + h.abs()).square()))],
-    ids=["halved", "masked", "fast sigmoid"],
+    "core",
+    [added_up(halved), spiking(function(masked)), spiking(function(lambda g, h: g / (1 + h.abs()).square())), added_up(hooked(torch.neg))],
+    ids=["halved", "masked", "fast sigmoid", "negated"],
 )  # fmt: skip
 def test_a_linear_backward_of_a_small_input_is_fused(core):
     torch.testing.assert_close(small_gradients(core, "cpp"), small_gradients(core, "torch"))
@@ -325,6 +355,27 @@ def test_a_gradient_of_a_param_that_is_not_linear_in_a_sum(rule):
         grad("cpp")
     with fallback.unsaid():
         torch.testing.assert_close(grad("auto"), grad("torch"))
+
+
+def test_a_size_that_a_param_has_too_is_no_constant_of_a_small_operand():
+    w = torch.ones(5, 3)
+    core = added_up(lambda z: hooked(lambda g: g / len(g))(z * w))
+    with fallback.unsaid():
+        torch.testing.assert_close(small_gradients(core, "auto"), small_gradients(core, "torch"))
+
+
+def test_the_user_s_parameter_stays_what_it_is_where_a_backward_sets_it():
+    w = torch.ones(3, requires_grad=True)
+
+    def backward(g, h):
+        w.data = w.data * 0.5
+        return g * 2.0
+
+    core = added_up(function(backward, lambda h: h * w.detach()))
+    with pytest.raises(errors.CapturedMutationError, match=r"sets `\.data` of captured tensor `.*w`"):
+        small_gradients(core, "cpp")
+    assert w.device.type == "cpu"
+    assert torch.equal(w, torch.ones(3))
 
 
 def test_a_gradient_that_a_core_sets_stays_the_users():
