@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .capture import Meta, Trace, trace
-from .errors import CoreError, NotElementwiseError, RandomOpError, UnsupportedOpError
+from .errors import CannotFuseError, CoreError, NotElementwiseError, RandomOpError, UnsupportedOpError
 from .graph import HALF
 from .linear import nonlinear, of_a_users_backward
 from .signature import Signature, broadcasts, noting_default_states, state_mismatch, step_shape
@@ -80,12 +80,26 @@ class Blueprint:
         afterwards: a backward may depend on sizes that the core does not ask for."""
         if self.vjp is None:
             record = functools.partial(trace, core, self.sig, device=device, captured=captured, vjp=True)
-            vjp = record(metas=self.computed)
+            vjp = self._as_computed(record)
             free_dims = _free_dims(record, self, vjp, captured, self.free_dims)
             self._check_smaller(vjp, free_dims)
             self.free_dims, self.vjp = free_dims, vjp
             self.texts.clear()
         return self.vjp
+
+    def _as_computed(self, record: Record) -> Trace:
+        """The VJP at the step shape. A backward of the user's may run at the shapes of smaller operands alone."""
+        ins = self.sig.num_inputs + self.sig.num_states
+        try:
+            return record(metas=self.computed)
+        except Exception as error:  # whatever the user's code raises at shapes that nobody gave it
+            if isinstance(error, CannotFuseError) or all(m.shape == self.step for m in self.metas[:ins]):
+                raise
+            reason, line = (error.reason, error.line) if isinstance(error, CoreError) else (f"{type(error).__name__}: {error}", None)
+            raise UnsupportedOpError(
+                f"has a backward that fails on operands of the step shape {list(self.step)}: {reason}", core=self.sig.core, line=line,
+                hint="Give all inputs, states and returns the same step shape.",
+            ) from None  # fmt: skip
 
     def _check_smaller(self, vjp: Trace, free_dims: frozenset[int]) -> None:
         """Eager sums the cotangents of what is smaller than the step before a backward of the user's takes them, a kernel after it; of a
@@ -98,10 +112,10 @@ class Blueprint:
         returns = [n for n in given if n.meta["val"].numel() != whole]
         if not smaller and not returns:
             return
-        own = [n for n in vjp.graph.nodes if of_a_users_backward(n)]
         node = nonlinear(vjp.graph, given, given if smaller else returns, vjp.grads)
-        if node is None and own and (vjp.shapes_read or vjp.ranks_read or free_dims != self.free_dims):
-            node = own[0]
+        asks = (vjp.shapes_read, vjp.ranks_read) != (self.forward.shapes_read, self.forward.ranks_read) or free_dims != self.free_dims
+        if node is None and asks:
+            node = next((n for n in vjp.graph.nodes if of_a_users_backward(n)), vjp.returns[0])
         if node is not None:
             what = f"`{smaller[0]}`" if smaller else "a return"
             raise NotElementwiseError(
@@ -199,7 +213,7 @@ def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_ou
 
 def _check_shapes_read(sig: Signature, recorded: Trace, step: tuple[int, ...]) -> None:
     """A kernel has operands of the step shape, whatever is smaller in eager."""
-    shapes, ranks = sorted(recorded.shapes_read - {step}), sorted(recorded.ranks_read - {len(step)})
+    shapes, ranks = sorted({*recorded.shapes_read} - {step}), sorted({*recorded.ranks_read} - {len(step)})
     if shapes or ranks:
         what = f"a size of a tensor of shape {list(shapes[0])}" if shapes else f"that a tensor has {ranks[0]} dims"
         raise UnsupportedOpError(

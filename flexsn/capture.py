@@ -49,8 +49,8 @@ class Trace:
     grads: list[fx.Node | None]  # vjp: one per operand, then one per captured tensor
     captured: dict[str, fx.Node] = field(default_factory=dict)  # captured tensors that the core used, by path
     constants: dict[str, Tensor] = field(default_factory=dict)  # tensors that the core made from Python values
-    shapes_read: frozenset[tuple[int, ...]] = frozenset()  # of tensors that depend on time, of which the core, or its VJP, read a size
-    ranks_read: frozenset[int] = frozenset()  # of such tensors whose number of dims it read
+    shapes_read: tuple[tuple[int, ...], ...] = ()  # of tensors that depend on time, of which the core, or then its VJP, read a size
+    ranks_read: tuple[int, ...] = ()  # of such tensors whose number of dims it read
 
     def metas(self) -> list[Meta]:
         return [Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in self.returns]
@@ -143,5 +143,5 @@ def trace(
     operand_nodes = list(recorder.graph.nodes)[: len(operands)]
     return Trace(
         recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants,
-        frozenset(recorder.shapes_read), frozenset(recorder.ranks_read),
+        tuple(recorder.shapes_read), tuple(recorder.ranks_read),
     )  # fmt: skip

@@ -347,7 +347,8 @@ def _speculate(
     with _following_a_core(), _keeping_assignments(tx):
         core = dynamo._make_inlined(tx, _with_plain_tuples)(core)
         _, graph, lifted = dynamo.speculate_subgraph(
-            tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual", supports_input_mutation=False
+            tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual",
+            supports_input_mutation=False, supports_aliasing=True,
         )  # fmt: skip
     return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
 

@@ -104,7 +104,8 @@ def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.No
             continue
         sums = users or node.target is torch.ops.aten.add.Tensor  # by which autograd adds up gradients
         added = sums and any(map(is_added, _leaves(addends(node.target._schema.name, node.args))))
-        grown = node.meta["val"].numel() > max(n.meta["val"].numel() for n in there)
+        value = node.meta["val"]
+        grown = isinstance(value, Tensor) and value.numel() > max(n.meta["val"].numel() for n in there if isinstance(n.meta["val"], Tensor))
         if added or (users and (grown or not is_linear(node.target, nodes, there, node.meta["val"]))):
             return node
     return next((g for g in grads if g is not None and is_added(g)), None)

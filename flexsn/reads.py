@@ -126,6 +126,7 @@ def look(core: Callable) -> Reads:
     """Walk everything that the core can reach by name."""
     walker = _Walker(core)
     walker.visit("core", core, Slot("core", weakref.ref(core)) if isinstance(core, nn.Module) else None, 0)
+    walker.finish()
     walker.reads.fingerprint = tuple(walker.constants)
     with contextlib.suppress(TypeError):  # it has no weak references
         walker.reads.of = weakref.ref(core)
@@ -139,6 +140,15 @@ class _Walker:
         self.constants: list[tuple] = []
         self.seen: dict[int, tuple[str, Slot | None]] = {}  # by identity, the first path and place
         self.held: list[Any] = []
+        self.named_anywhere: set[str] = set()  # in the functions that were seen
+        self.waiting: dict[str, list[Callable[[], None]]] = {}  # visits to be made if that name is among them
+
+    def finish(self) -> None:
+        """What may be read by a name that any of the functions has."""
+        while found := [name for name in self.waiting if name in self.named_anywhere]:
+            for name in found:
+                for visit in self.waiting.pop(name):
+                    visit()
 
     def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
         place = Slot(path, holder, key)
@@ -149,7 +159,13 @@ class _Walker:
 
     def visit(self, path: str, value: Any, place: Slot | None, depth: int) -> None:
         if isinstance(value, _SCALARS):
-            self.constants.append((path, type(value).__name__, repr(value)))
+            plain: Any = next(base for base in type(value).__mro__ if _is_library(base.__module__))  # whose `repr` tells values apart
+            self.constants.append((path, type(value).__name__, plain.__repr__(value)))
+            if plain is type(value) or id(value) in self.seen:
+                return
+            self.seen[id(value)] = path, place
+            self.held.append(value)
+            self.attributes(path, value, depth)
             return
         identity = id(vars(value)) if isinstance(value, nn.Module) else id(value)  # of modules that share their contents: one
         if identity in self.seen:
@@ -176,6 +192,7 @@ class _Walker:
             self.fixed(f"{path}.func" if isinstance(value.func, nn.Module) else path, value.func, depth)
             self.items(path, value.args, Slot(path, value, "args"), depth)
             self.items(path, value.keywords, None, depth)
+            self.names(f"{path}.attributes", vars(value), list(vars(value)), depth)
         elif isinstance(value, types.MethodType):
             self.visit(path, value.__func__, None, depth + 1)
             self.fixed(f"{path}.self", value.__self__, depth)
@@ -183,6 +200,8 @@ class _Walker:
             self.function(path, value, depth)
         elif isinstance(value, (list, tuple, dict, collections.deque)):
             self.items(path, value, place, depth)
+            if not _is_library(type(value).__module__):
+                self.attributes(path, value, depth)
         elif isinstance(value, _VIEWS):
             self.visit(path, gc.get_referents(value)[0], None, depth + 1)  # what it shows
         elif isinstance(value, weakref.ref):
@@ -195,20 +214,30 @@ class _Walker:
             self.opaque(path, value, place)
         elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType)):
             self.constants.append((path, type(value).__qualname__, value.__name__))
+            if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
+                for name in list(vars(value)):
+                    self.later(name, functools.partial(self.namespace, path, value, (name,), depth))
             owner = getattr(value, "__self__", None)
             if isinstance(owner, Iterator) and _is_library(type(owner).__module__):  # `next_id = ids.__next__`
                 self.opaque(f"{path}.self", owner, place)
             elif not isinstance(owner, (types.ModuleType, type(None))):  # a method of a list, of a tensor
                 self.fixed(f"{path}.self", owner, depth)
-        elif isinstance(getattr(value, "__dict__", None), dict) and type(value).__module__.partition(".")[0] not in _OPAQUE:
-            self.visit(f"{path}.type", type(value), None, depth + 1)
-            self.names(path, vars(value), list(vars(value)), depth)
-        elif _slot_names(type(value)):
-            self.visit(f"{path}.type", type(value), None, depth + 1)
-            for name in _slot_names(type(value)):
-                self.slot(f"{path}.{name}", Attributes(value), name, depth + 1)
+        elif _slot_names(type(value)) or (isinstance(getattr(value, "__dict__", None), dict) and not _is_opaque(type(value))):
+            self.attributes(path, value, depth)
         else:
             self.opaque(path, value, place)
+
+    def attributes(self, path: str, value: Any, depth: int) -> None:
+        """The class of an object, and what it holds by names."""
+        self.visit(f"{path}.type", type(value), None, depth + 1)
+        namespace = getattr(value, "__dict__", None)
+        if isinstance(namespace, dict):
+            self.names(path, namespace, list(namespace), depth)
+        for name in _slot_names(type(value)):
+            self.slot(f"{path}.{name}", Attributes(value), name, depth + 1)
+
+    def later(self, name: str, visit: Callable[[], None]) -> None:
+        self.waiting.setdefault(name, []).append(visit)
 
     def names(self, path: str, namespace: Any, names: Sequence[Any], depth: int) -> None:
         self.reads.sizes.append((namespace, len(namespace)))
@@ -244,6 +273,8 @@ class _Walker:
         if vars(module).get("core", module) is self.core:  # the neuron of this very core, which its closure leads to
             skipped |= {"states", "state_seqs"}
         self.names(path, vars(module), [n for n in vars(module) if n not in skipped], depth)
+        for name in _slot_names(type(module)):
+            self.slot(f"{path}.{name}", Attributes(module), name, depth + 1)
         for table in (module._parameters, module._buffers, module._modules):
             self.reads.sizes.append((table, len(table)))
         for table in (module._parameters, module._buffers):
@@ -254,7 +285,7 @@ class _Walker:
             self.reads.watched.append((Slot(path, module._modules, name), child))
             if child is not None:
                 self.visit(f"{path}.{name}", child, Slot(path, Child(place), name) if place else None, depth + 1)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
             self.reads.sizes.append((hooks, len(hooks)))
             for i, (key, hook) in enumerate(hooks.items()):
                 place = Slot(f"{path}.hook", hooks, key)
@@ -280,7 +311,8 @@ class _Walker:
                     if isinstance(member, _IN_CLASSES):
                         self.visit(place.path, member, place, depth + 1)
                     else:  # a class may lead anywhere: to a trainer, to the network that this neuron is part of
-                        self.opaque(place.path, member, place)
+                        self.constants.append((place.path, type(member).__qualname__))
+                        self.later(name, functools.partial(self.visit, place.path, member, place, depth + 1))
 
     def namespace(self, path: str, module: types.ModuleType, names: Sequence[str], depth: int) -> None:
         """The attributes of a module that a function names, also of modules inside it."""
@@ -302,10 +334,13 @@ class _Walker:
                 self.opaque(path, fn)
             return
         names = _names(fn.__code__)
+        self.named_anywhere.update(names)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             self.named(f"{path}.{name}", cell, None, names, depth)
         set_there = _global_names(fn.__code__, "STORE_GLOBAL")
         for name in dict.fromkeys((*_global_names(fn.__code__), *set_there)):
+            if name.startswith("@"):  # pytest's, in the asserts of tests
+                continue
             if name in fn.__globals__:
                 self.named(f"{path}.{name}", fn.__globals__, name, names, depth)
             elif name in set_there:
@@ -342,8 +377,19 @@ def _function_in(raw: Any) -> Any:
 
 
 def _slot_names(cls: type) -> list[str]:
-    names = [getattr(base, "__slots__", ()) for base in cls.__mro__ if not _is_library(base.__module__)]
-    return [n for group in names for n in ((group,) if isinstance(group, str) else group) if n not in ("__dict__", "__weakref__")]
+    """Attributes that objects of a class hold outside their `__dict__`."""
+    found = []
+    for base in cls.__mro__:
+        slots = () if _is_library(base.__module__) else getattr(base, "__slots__", ()) if "__slots__" in vars(base) else ()
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def _is_opaque(cls: type) -> bool:
+    """Whether objects of a class are taken as they are: those of PyTorch and NumPy, but for the schedulers of learning rates."""
+    return cls.__module__.partition(".")[0] in _OPAQUE and cls.__module__ != "torch.optim.lr_scheduler"
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -355,8 +401,10 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Names of globals and of attributes."""
-    return tuple(dict.fromkeys(name for part in _nested(code) for name in part.co_names))
+    """Names of globals and of attributes, also those that are given to `getattr`."""
+    parts = list(_nested(code))
+    texts = (const for part in parts for const in part.co_consts if isinstance(const, str) and const.isidentifier())
+    return tuple(dict.fromkeys((*(name for part in parts for name in part.co_names), *texts)))
 
 
 def _global_names(code: types.CodeType, *opnames: str) -> tuple[str, ...]:

@@ -55,8 +55,7 @@ _NEEDS_A_STATE = (
 
 class Recorder(Refusing, _compat.TorchDispatchMode):
     def __init__(self, sig: Signature, fake: Any, device: torch.device, captured: dict[str, Tensor], vjp: bool):
-        super().__init__(sig, fake, device, captured)
-        self.vjp = vjp
+        super().__init__(sig, fake, device, captured, vjp=vjp)
         self.in_backward = False
         self.trains_params = False
         self.cotangents: set[fx.Node | None] = set()
@@ -84,7 +83,10 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
 
     def handle(self, func, args, kwargs):
         name = func._schema.name
-        if func.namespace == "prim" or name in _METADATA:
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if name in _METADATA:
+            self.note_shape(args)
             return func(*args, **kwargs)
         if name == "aten::_efficientzerotensor":  # ops on a tensor without memory go past this mode
             func, name = aten.zeros.default, "aten::zeros"
@@ -216,6 +218,8 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         if "out" in kwargs or not isinstance(target, Tensor) or not func._schema.arguments[0].is_write:
             raise InPlaceError(f"`{op_name(func)}` writes into an argument", core=self.sig.core, line=self.line())
         self.refuse_write(target, f"`{op_name(func)}` writes into", " in place")
+        if self.in_backward and self.by_user() and not self.node_of(target).meta.get("users"):
+            self.note_shape(target)  # what autograd passes elsewhere, too, but for the sums over neurons that it made itself
         aliased = (self.user_op is not None or not self.vjp) and self.aliased(target)  # autograd too keeps what it saved
         if target._is_view() or aliased:
             raise InPlaceError(
@@ -250,11 +254,13 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         return any(_compat.memory_of(t) == memory for t in others)
 
     def add(self, func, args, kwargs, kind: str, nodes: list[fx.Node]):
+        if not self.calling and self.user_op is None and self.line():
+            self.note_shape(list(_tensors((args, kwargs))))  # TorchScript, which reads sizes unseen
         val = self.evaluate(func, args, kwargs)
         if isinstance(val, Tensor) and any(val is a for a in _tensors((args, kwargs))):
             return val
         node = self.graph.create_node("call_function", func, _map(args, self.node_of), _map(kwargs, self.node_of))
-        node.meta.update(kind=kind, val=val, line=self.line(), backward=self.in_backward, users=bool(self.calling))
+        node.meta.update(kind=kind, val=val, line=self.line(), backward=self.in_backward, users=self.by_user())
         if kind == "step" and isinstance(val, Tensor) and val.dtype not in DTYPES:
             self.error = self.error or UnsupportedValueError(
                 f"`{op_name(self.user_op or func)}` gives a {val.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(val.dtype)
@@ -268,6 +274,10 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             return val
         return self.track(val, node)
 
+    def by_user(self) -> bool:
+        """Whether the user's code computes now, and not PyTorch, which differentiates it."""
+        return bool(self.calling or self.line())
+
     def evaluate(self, func, args, kwargs):
         fakes = _map((args, kwargs), lambda t: t if isinstance(t, _compat.FakeTensor) else self.node_of(t).meta["val"])
         try:
@@ -280,6 +290,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         except ValueError as error:  # of a fake view: params lie otherwise in the call
             raise UnsupportedOpError(f"`{op_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
         except RuntimeError as error:
+            self.note_shape(list(_tensors((args, kwargs))))  # the core may catch it
             if _compat.lacks_fake(func, error):
                 raise self.error or self.untraceable(func) from None
             # what eager would say too: shapes that do not broadcast, dtypes that do not mix
@@ -307,8 +318,6 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         if not given or not wanted:
             return [None] * len(sources)
         self.in_backward = True
-        self.shapes_read.clear()  # those of the forward a trace of it alone has
-        self.ranks_read.clear()
         with self, ValueReads(self), _compat.without_hooks(wanted):
             found = iter(self.gradients(values, wanted, given, cotangents))
         per_source = [next(found) if t.requires_grad else None for t in sources]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from .errors import (
     CapturedMutationError,
@@ -23,15 +27,22 @@ from .errors import (
 )
 from .tape import Tape, run_core
 
+aten = torch.ops.aten
+
 _VALUE_READS = {
     "item", "__bool__", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__", "__repr__",
 }  # fmt: skip
 # What Python may decide by, and the kernel could not at another size. (A trace at one other size would not tell `n > 4`.)
 _SHAPE, _NBYTES, _NDIM = (getattr(Tensor, name).__get__ for name in ("shape", "nbytes", "ndim"))
-_SIZE_READS = (_SHAPE, _NBYTES, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)
-_RANK_READS = (_NDIM, Tensor.dim, Tensor.ndimension)
+_SIZE_READS = (
+    _SHAPE, _NBYTES, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.stride, Tensor.is_same_size, torch.numel,
+    torch.is_same_size, aten.size, aten.sym_size, aten.numel, aten.sym_numel, aten.stride, aten.sym_stride, aten.is_same_size,
+)  # fmt: skip
+_RANK_READS = (_NDIM, Tensor.dim, Tensor.ndimension, aten.dim)
 _SET = {getattr(Tensor, name).__set__: name for name in ("data", "grad")}  # never reach the dispatcher
+_LOOKERS = tuple(os.path.join(os.path.dirname(torch.__file__), *path) for path in (("utils", "checkpoint.py"), ("_functorch", "")))
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_OF_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad)
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
 _NEW_STATE = "What changes from step to step is a state: take it as an argument and return its new value."
 _NORM = "A batch norm in training updates its statistics: apply it to the whole sequence, in front of the neuron."
@@ -44,22 +55,24 @@ class Refusing(Tape):
     """A tape that refuses what a replay would get wrong.
 
     Attributes:
+        vjp: whether the core is differentiated, too.
         error: to be raised after the core ran.
         refused: was raised inside the core, which may have caught it.
         user_op: the op that the user wrote, while it is being decomposed.
         calling: the name of the function of PyTorch that the user's code is calling; empty while PyTorch differentiates.
-        shapes_read: shapes of tensors that depend on time, of which the core read a size.
+        shapes_read: shapes of tensors that depend on time, of which the core read a size, in order.
         ranks_read: how many dims such tensors have whose number of dims it read.
     """
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args: Any, vjp: bool):
         super().__init__(*args)
+        self.vjp = vjp
         self.error: FlexSNError | None = None
         self.refused: FlexSNError | None = None
         self.user_op: Any = None
         self.calling = ""
-        self.shapes_read: set[tuple[int, ...]] = set()
-        self.ranks_read: set[int] = set()
+        self.shapes_read: list[tuple[int, ...]] = []
+        self.ranks_read: list[int] = []
 
     def raise_refusals(self) -> None:
         for error in (self.refused, self.error):
@@ -115,6 +128,21 @@ class Refusing(Tape):
                 hint=_NORM if role.endswith(_STATISTICS) else _NEW_STATE,
             )  # fmt: skip
 
+    def shapes_of(self, tensors: Any) -> Iterator[tuple[int, ...]]:
+        """Of a tensor or several, those that depend on time."""
+        for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
+            _, node = self.tracked.get(id(tensor), (None, None))
+            if node is not None and node.meta["kind"] != "static":
+                yield tuple(node.meta["val"].shape)
+
+    def note_shape(self, tensors: Any) -> None:
+        """What happens next may depend on the sizes of these."""
+        self.shapes_read += self.shapes_of(tensors)
+
+    def note_rank(self, tensors: Any) -> None:
+        """What happens next may depend on how many dims these have."""
+        self.ranks_read += map(len, self.shapes_of(tensors))
+
     @contextlib.contextmanager
     def remembering(self) -> Iterator[None]:
         """Keep the first refusal; what PyTorch itself would raise the core may catch."""
@@ -163,28 +191,25 @@ class ValueReads(TorchFunctionMode):
         if name in _VALUE_READS and args and isinstance(args[0], Tensor):
             with self.recorder.remembering():
                 self.recorder.refuse_read(name, args[0])
-        if what := _SET.get(func):
+        if (what := _SET.get(func)) and (what == "data" or id(args[0]) in self.recorder.own):
             with self.recorder.remembering():
-                self.recorder.refuse_write(args[0], f"sets `.{what}` of")
+                if id(args[0]) in self.recorder.own:
+                    self.recorder.refuse_write(args[0], f"sets `.{what}` of")
                 raise InPlaceError(
                     f"sets `.{what}` of a tensor", core=self.recorder.sig.core, line=self.recorder.line(),
                     hint="Compute a new one: `h = h.clamp(0, 1)`, not `h.data = h.data.clamp(0, 1)`.",
                 )  # fmt: skip
-        if func in _SIZE_READS or func in _RANK_READS:
-            self.note_shape(func, args[0])
-        if func in _AUTOGRAD:
+        asked = getattr(func, "overloadpacket", func)
+        note = self.recorder.note_shape if asked in _SIZE_READS else self.recorder.note_rank if asked in _RANK_READS else None
+        if note is not None and not sys._getframe(2).f_code.co_filename.startswith(_LOOKERS):  # who decide nothing by them
+            note(args)
+        if func in _OF_GRADIENTS and not self.recorder.vjp and not args[0].requires_grad:  # nor has the core a gradient in this trace
+            return RemovableHandle(OrderedDict())
+        if func in _AUTOGRAD:  # which run unseen what custom functions do backward
+            self.recorder.note_shape(args[0])
             with self.recorder.remembering():
                 return self.recorder.differentiating(func, args, kwargs)
         return func(*args, **kwargs)
-
-    def note_shape(self, func: Any, tensor: Tensor) -> None:
-        _, node = self.recorder.tracked.get(id(tensor), (None, None))
-        if node is not None and node.meta["kind"] == "step":
-            shape = tuple(node.meta["val"].shape)
-            if func in _SIZE_READS:
-                self.recorder.shapes_read.add(shape)
-            else:
-                self.recorder.ranks_read.add(len(shape))
 
 
 def op_name(func: Any) -> str:

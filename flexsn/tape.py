@@ -32,6 +32,7 @@ class Tape:
         captured_nodes, captured_tensors: those that the core has used, by path.
         constants: tensors that the core made of Python values, by the name of their node.
         operand_names: of the nodes of operands.
+        own: the `id` of each operand, and of each captured tensor.
         user_line: the line of the op that the user wrote, while it is being decomposed.
     """
 
@@ -45,6 +46,7 @@ class Tape:
         self.real: dict[int, tuple[Tensor, str]] = {}
         for path, tensor in captured.items():
             self.real.setdefault(id(tensor), (tensor, path))
+        self.own = set(self.real)
         self.captured_nodes: dict[str, fx.Node] = {}
         self.captured_tensors: dict[str, Tensor] = {}
         self.constants: dict[str, Tensor] = {}
@@ -56,6 +58,7 @@ class Tape:
         node.meta.update(kind=kind, val=fake.detach(), role=name)
         self.tracked[id(fake)] = (fake, node)
         self.operand_names[node] = name
+        self.own.add(id(fake))
         return node
 
     def node_of(self, tensor: Tensor) -> fx.Node:

@@ -3,14 +3,18 @@
 import functools
 import math
 import random
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import flexsn
 from flexsn import errors, fallback
 
+aten = torch.ops.aten
 system = random.SystemRandom()
 
 
@@ -81,6 +85,79 @@ def gradients(net, sizes):
         params = [p for p in net.parameters() if p.requires_grad]
         found += torch.autograd.grad(net(x).square().sum(), [x, *params])
     return found
+
+
+def nested(g, h):
+    with torch.enable_grad():
+        inner = h.detach().requires_grad_()
+        return torch.autograd.grad(branch(inner), inner, g)[0]
+
+
+def asked_forward(x):
+    h = x * 1.0
+    if h.requires_grad:
+        factor = 2.0 if len(h) > 10 else 1.0
+        h.register_hook(lambda g: g * factor)
+    return h
+
+
+ASKS = {
+    "numel": function(lambda g, h: g * 2.0 if torch.numel(g) > 40 else g), "aten": function(lambda g, h: g * 2.0 if aten.size.int(g, 0) > 10 else g),
+    "stride": function(lambda g, h: g * 2.0 if h[None].stride(0) > 40 else g),
+    "same size": function(lambda g, h: g * 2.0 if g.is_same_size(torch.empty(20, 5)) else g),
+    "flat": function(lambda g, h: g * 2.0 if len(g.reshape(-1)) > 60 else g), "nested": function(nested), "forward": asked_forward,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+def test_ways_to_ask_for_a_size(ask):
+    net = flexsn.FlexSN(lambda x, v: ((0.8 * v + ask(x)).tanh(), v + x), num_states=1, backend="cpp", stateful=False)
+    got = gradients(net, (5, 20))
+    net.backend = "torch"
+    for a, b in zip(got, gradients(net, (5, 20)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_gradient_of_a_sum_that_asks_for_its_length():
+    w = torch.tensor(0.5, requires_grad=True)
+    times = function(lambda g, x, w: (g * w, (rows := (g * x).sum(-1)).sum() * (2.0 if len(rows) > 10 else 1.0)), lambda x, w: x * w)
+    for size in (5, 20):
+        x = torch.randn(4, size, 3, generator=torch.Generator().manual_seed(0))
+        grads = [
+            torch.autograd.grad(flexsn.scan(lambda x, v: (v + times(x, w), v), [x], [None], backend=b).outputs[0].square().sum(), w)[0]
+            for b in ("cpp", "torch")
+        ]
+        torch.testing.assert_close(*grads)
+
+
+def test_a_backward_may_use_gradients_of_its_own():
+    def backward(g, h):
+        with torch.enable_grad():
+            inner = h.detach().requires_grad_()
+            inner.sin().backward(g)
+        found, inner.grad = inner.grad, None
+        return found
+
+    sine = function(backward, torch.sin)
+    net = flexsn.FlexSN(lambda x, v: (sine(x), v), num_states=1, backend="cpp", stateful=False)
+    got = gradients(net, (5,))[0]
+    net.backend = "torch"
+    torch.testing.assert_close(got, gradients(net, (5,))[0])
+
+
+def test_hooks_need_no_condition():
+    """The trace without gradients passes them by, too."""
+
+    def core(x, v):
+        u = 0.5 * v + x
+        u.register_hook(lambda g: g * 2.0)
+        u.retain_grad()
+        return u.tanh(), u
+
+    net = flexsn.FlexSN(core, num_states=1, backend="cpp", stateful=False)
+    got = gradients(net, (5,))[0]
+    net.backend = "torch"
+    torch.testing.assert_close(got, gradients(net, (5,))[0])
 
 
 @pytest.mark.parametrize(
@@ -219,6 +296,10 @@ def test_a_backward_with_side_effects(backward, error):
         assert log == [1] * (5 if error is errors.SideEffectError else 0)
 
 
+def clip(g, h):
+    return g.clamp(-0.1, 0.1)
+
+
 # --- operands, params and returns that are smaller than the step -----------------------------------------------------------------------
 halved = function(lambda g, h: g / 2, lambda h: h * 1.0)
 clipped = function(lambda g, h: g.clamp(-0.1, 0.1), lambda h: h * 1.0)
@@ -227,6 +308,31 @@ constant = function(lambda g, h: h * 2.0, lambda h: h * 1.0)
 counted = function(lambda g, h: g / g.numel(), lambda h: h * 1.0)
 ones = function(lambda g, h: torch.ones_like(h), lambda h: h * 1.0)
 saved = function(lambda g, h: h, lambda h: h * 1.0)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's of TorchScript
+    scripted_clip = torch.jit.script(clip)
+
+
+def fails_but_at_3(g):
+    assert g.shape == (3,)
+    return g * 2.0
+
+
+def tried(g):
+    try:
+        return g.view(3) * 2.0
+    except RuntimeError:
+        return g
+
+
+def asks_forward(h):
+    h = h * 1.0
+    if h.requires_grad:  # which no call without gradients comes to
+        factor = 2.0 if len(h) > 3 else 1.0
+        h.register_hook(lambda g: g * factor)
+    return h
 
 
 def hooked(hook):
@@ -277,7 +383,9 @@ def small_gradients(core, backend):
         "clipped": clipped, "shifted": shifted, "constant": constant, "counted": counted, "ones": ones, "saved": saved,
         "beside another way": lambda h: saved(h) + h, "hook": hooked(lambda g: g.sign()), "PyTorch's": hooked(torch.sign),
         "partial": hooked(functools.partial(torch.clamp, min=-0.1, max=0.1)), "module": hooked(nn.Hardtanh(-0.1, 0.1)),
-        "rank": hooked(lambda g: g * g.dim()), "branch": hooked(lambda g: g * (2.0 if g.shape[0] > 3 else 1.0)),
+        "scripted": function(scripted_clip), "rank": hooked(lambda g: g * g.dim()), "branch": hooked(lambda g: g * (2.0 if g.shape[0] > 3 else 1.0)),
+        "no op": hooked(lambda g: g * 2.0 if len(g) < 4 else g), "length of strides": hooked(lambda g: g * len(g.stride())),
+        "in place": hooked(lambda g: g.mul_(2.0)), "asks forward": asks_forward, "tried": hooked(tried),
     }.items(), ids=lambda way: way[0],
 )  # fmt: skip
 def test_a_backward_of_a_small_input_that_is_not_linear(way):
@@ -355,6 +463,35 @@ def test_a_gradient_of_a_param_that_is_not_linear_in_a_sum(rule):
         grad("cpp")
     with fallback.unsaid():
         torch.testing.assert_close(grad("auto"), grad("torch"))
+
+
+@pytest.mark.parametrize("way", [hooked(fails_but_at_3), hooked(lambda g: g.view(3) * 2.0)], ids=["assert", "view"])
+def test_a_backward_that_runs_at_the_size_of_a_small_input_alone(way):
+    with pytest.raises(errors.UnsupportedOpError, match=r"a backward that fails on operands of the step shape \[5, 3\]"):
+        small_gradients(added_up(way), "cpp")
+    with fallback.unsaid():
+        torch.testing.assert_close(small_gradients(added_up(way), "auto"), small_gradients(added_up(way), "torch"))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda z: checkpoint(lambda a: a.tanh() * a, z, use_reentrant=False), function(lambda g, h: torch.vmap(torch.mul)(g, h)),
+    ],
+    ids=["checkpoint", "vmap"],
+)  # fmt: skip
+def test_what_asks_sizes_of_a_small_input_and_decides_nothing_is_fused(way):
+    torch.testing.assert_close(small_gradients(added_up(way), "cpp"), small_gradients(added_up(way), "torch"))
+
+
+def test_several_results_of_one_op_beside_a_small_input():
+    layer = weight_norm(nn.Linear(3, 3, bias=False))
+
+    def core(x, z, v):
+        h = 0.8 * v + x * layer.weight.diagonal() + z
+        return h.tanh(), h
+
+    torch.testing.assert_close(small_gradients(core, "cpp"), small_gradients(core, "torch"))
 
 
 def test_a_size_that_a_param_has_too_is_no_constant_of_a_small_operand():

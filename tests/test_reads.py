@@ -473,6 +473,167 @@ def test_changed_class_attribute():
     assert_follows(core_of_class)
 
 
+@dataclasses.dataclass
+class Named:
+    name: str = "n"
+
+
+@dataclasses.dataclass(slots=True)
+class SlotsBesideADict(Named):
+    gain: float = 1.0
+
+
+class PrivateSlot:
+    __slots__ = ("__gain",)
+
+    def __init__(self, gain):
+        self.__gain = gain
+
+    @property
+    def gain(self):
+        return self.__gain
+
+
+class ModuleWithASlot(nn.Module):
+    __slots__ = ("gain",)
+
+
+class ConfigOfAClass:
+    class config:
+        gain = 1.0
+
+    @property
+    def gain(self):
+        return self.config.gain
+
+
+class ModuleOfAClass:
+    act = nn.LeakyReLU(0.1)
+
+    @property
+    def gain(self):
+        return self.act.negative_slope
+
+
+class QueueOfAClass:
+    gains: typing.ClassVar = collections.deque([1.0])
+
+    @property
+    def gain(self):
+        return getattr(self, "gains")[0]  # noqa: B009  by a text
+
+
+class NamedItems(typing.NamedTuple):
+    factor: float
+
+    @property
+    def gain(self):
+        return self.factor * ConfigOfAClass.config.gain
+
+
+class Listed(list):
+    gain = 1.0
+
+
+class WrittenAlike(float):
+    def __repr__(self):
+        return "a number"
+
+
+def changing(holder, name, make):
+    """Sets `holder.name` and returns what `make` makes."""
+    return lambda gain: setattr(holder, name, gain) or make()
+
+
+def listed(gain):
+    made = Listed()
+    made.gain = gain
+    return made
+
+
+def module_with_a_slot(gain):
+    made = ModuleWithASlot()
+    made.gain = gain
+    return made
+
+
+PLACES = {
+    "slots beside a dict": lambda gain: SlotsBesideADict(gain=gain),
+    "private slot": PrivateSlot,
+    "slot of a module": module_with_a_slot,
+    "class of a class": changing(ConfigOfAClass.config, "gain", ConfigOfAClass),
+    "module of a class": changing(ModuleOfAClass.act, "negative_slope", ModuleOfAClass),
+    "queue of a class": lambda gain: QueueOfAClass.gains.__setitem__(0, gain) or QueueOfAClass(),
+    "property of a named tuple": changing(ConfigOfAClass.config, "gain", lambda: NamedItems(1.0)),
+    "attribute of a list": listed,
+    "attribute of a partial": lambda gain: changing(made := functools.partial(abs), "gain", lambda: made)(gain),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_places_of_settings(place):
+    """Objects that share their classes are told apart, and what changes in one is seen."""
+    for gain in (1.0, 3.0, 2.0):
+        settings = place(gain)
+        assert settings.gain == gain
+        assert_follows(lambda x, v: (x * settings.gain, v))
+
+
+def test_numbers_that_are_written_alike():
+    for gain in (WrittenAlike(1.0), WrittenAlike(2.0)):
+        assert_follows(lambda x, v: (x * float(gain), v))
+
+
+def test_a_scheduler_of_learning_rates():
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([torch.ones(1)], lr=1.0), gamma=0.5)
+    for _ in range(3):
+        assert_follows(lambda x, v: (x * scheduler.get_last_lr()[0], v))
+        scheduler.optimizer.step()
+        scheduler.step()
+
+
+def test_a_module_of_python_that_an_object_holds():
+    config = types.ModuleType("config")
+    settings = types.SimpleNamespace(config=config)
+    for gain in (1.0, 3.0):
+        config.gain = gain
+        assert_follows(lambda x, v: (x * settings.config.gain, v))
+
+
+def test_a_counter_of_a_class_is_refused():
+    class Warm:
+        calls = types.SimpleNamespace(n=0)
+
+        def __call__(self, x, v):
+            self.calls.n += 1
+            return (x if self.calls.n > 4 else v), v
+
+    with pytest.raises(SideEffectError):
+        flexsn.FlexSN(Warm(), num_inputs=1, num_states=1, backend="cpp")(torch.rand(5, 3))
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_modules(register):
+    class Core(nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.act = nn.Tanh()
+            if factor:
+                getattr(self.act, register)(lambda module, *grads: (grads[0][0] * factor,))
+
+        def forward(self, x, v):
+            h = 0.8 * v + self.act(x)
+            return h, h
+
+    x, found = torch.rand(4, 3, requires_grad=True), []
+    for factor in (0.0, 0.5, 0.25):
+        core = Core(factor)
+        grads = [torch.autograd.grad(flexsn.scan(core, [x], [None], backend=b).outputs[0].sum(), x)[0] for b in ("cpp", "torch")]
+        torch.testing.assert_close(*grads)
+        found.append(grads[0])
+    torch.testing.assert_close(found[2], found[0] * 0.25)
+
+
 def test_sizes_of_containers():
     weights = [1.0, 2.0]
 
