@@ -113,9 +113,10 @@ class Blueprint:
         if not smaller and not returns:
             return
         node = nonlinear(vjp.graph, given, given if smaller else returns, vjp.grads)
-        asks = (vjp.shapes_read, vjp.ranks_read) != (self.forward.shapes_read, self.forward.ranks_read) or free_dims != self.free_dims
-        if node is None and asks:
-            node = next((n for n in vjp.graph.nodes if of_a_users_backward(n)), vjp.returns[0])
+        own = [n for n in vjp.graph.nodes if of_a_users_backward(n)]
+        asks = (vjp.shapes_read, vjp.ranks_read) != (self.forward.shapes_read, self.forward.ranks_read)
+        if node is None and (asks or (own and free_dims != self.free_dims)):
+            node = own[0] if own else vjp.returns[0]
         if node is not None:
             what = f"`{smaller[0]}`" if smaller else "a return"
             raise NotElementwiseError(

@@ -60,7 +60,7 @@ class Trace:
         lines = []
         for node in self.graph.nodes:
             args = [node.args, sorted(node.kwargs.items())] if node.op == "call_function" else []
-            if "uniform" in node.meta and all(user.meta.get("kind") == "step" for user in node.users):
+            if "uniform" in node.meta and all(user.meta.get("kind", node.meta["kind"]) == "step" for user in node.users):
                 args = [node.meta["uniform"], node.meta.get("of")]  # a number in the kernel, whatever its shape
             lines.append(f"{node.name} {node.meta.get('kind')} {node.target} {args} {getattr(node.meta.get('val'), 'dtype', '')}")
         lines += [f"{name} {tensor.tolist()}" for name, tensor in self.constants.items()]

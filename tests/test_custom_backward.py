@@ -407,7 +407,9 @@ def test_a_linear_backward_of_a_small_input_is_fused(core):
 
 
 @pytest.mark.parametrize(
-    "op", [torch.xlogy, torch.special.xlog1py, torch.fmod, torch.atan2, torch.hypot, torch.copysign], ids=lambda op: op.__name__
+    "op",
+    [torch.xlogy, torch.special.xlog1py, torch.fmod, torch.atan2, torch.hypot, torch.copysign, lambda z, p: torch.sign(z) * p],
+    ids=["xlogy", "xlog1py", "fmod", "atan2", "hypot", "copysign", "sign"],
 )
 def test_what_pytorch_derives_of_a_small_input_is_fused(op):
     p = torch.rand(3) + 0.5
