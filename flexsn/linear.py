@@ -97,8 +97,9 @@ def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.No
     for node in graph.nodes:
         nodes, users = [n for n in _leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)], of_a_users_backward(node)
         there = [n for n in nodes if n in moving]
-        moving.update([node] if there else ())
-        behind.update([node] if behind.intersection(nodes) else ())
+        zero = node.meta.get("uniform") == 0 and "of" in node.meta  # made of a cotangent, as `round` passes on
+        moving.update([node] if there or zero else ())
+        behind.update([node] if behind.intersection(nodes) or zero else ())
         constant.update([node] if node not in behind and (users or constant.intersection(nodes)) else ())
         if not there or not isinstance(node.target, torch._ops.OpOverload):
             continue

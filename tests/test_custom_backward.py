@@ -303,6 +303,8 @@ def clip(g, h):
 # --- operands, params and returns that are smaller than the step -----------------------------------------------------------------------
 halved = function(lambda g, h: g / 2, lambda h: h * 1.0)
 clipped = function(lambda g, h: g.clamp(-0.1, 0.1), lambda h: h * 1.0)
+ones_of_cotangents = function(lambda g, h: torch.ones_like(g) * h, lambda h: h * 1.0)
+shifted_zeros = function(lambda g, h: torch.zeros_like(g) + 1.0, lambda h: h * 1.0)
 shifted = function(lambda g, h: g + 0.1, lambda h: h * 1.0)
 constant = function(lambda g, h: h * 2.0, lambda h: h * 1.0)
 counted = function(lambda g, h: g / g.numel(), lambda h: h * 1.0)
@@ -380,7 +382,7 @@ def small_gradients(core, backend):
 @pytest.mark.parametrize(
     "way",
     {
-        "clipped": clipped, "shifted": shifted, "constant": constant, "counted": counted, "ones": ones, "saved": saved,
+        "clipped": clipped, "shifted": shifted, "constant": constant, "ones of it": ones_of_cotangents, "zeros of it": shifted_zeros, "counted": counted, "ones": ones, "saved": saved,
         "beside another way": lambda h: saved(h) + h, "hook": hooked(lambda g: g.sign()), "PyTorch's": hooked(torch.sign),
         "partial": hooked(functools.partial(torch.clamp, min=-0.1, max=0.1)), "module": hooked(nn.Hardtanh(-0.1, 0.1)),
         "scripted": function(scripted_clip), "rank": hooked(lambda g: g * g.dim()), "branch": hooked(lambda g: g * (2.0 if g.shape[0] > 3 else 1.0)),
@@ -408,8 +410,17 @@ def test_a_linear_backward_of_a_small_input_is_fused(core):
 
 @pytest.mark.parametrize(
     "op",
-    [torch.xlogy, torch.special.xlog1py, torch.fmod, torch.atan2, torch.hypot, torch.copysign, lambda z, p: torch.sign(z) * p],
-    ids=["xlogy", "xlog1py", "fmod", "atan2", "hypot", "copysign", "sign"],
+    [
+        torch.xlogy,
+        torch.special.xlog1py,
+        torch.fmod,
+        torch.atan2,
+        torch.hypot,
+        torch.copysign,
+        lambda z, p: torch.sign(z) * p,
+        lambda z, p: flexsn.surrogate.atan(z).trunc() * p,
+    ],
+    ids=["xlogy", "xlog1py", "fmod", "atan2", "hypot", "copysign", "sign", "trunc of spikes"],
 )
 def test_what_pytorch_derives_of_a_small_input_is_fused(op):
     p = torch.rand(3) + 0.5
