@@ -95,7 +95,7 @@ def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.No
         return term not in behind and value != 0
 
     for node in graph.nodes:
-        nodes, users = [n for n in _leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)], of_a_users_backward(node)
+        nodes, users = [n for n in leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)], of_a_users_backward(node)
         there = [n for n in nodes if n in moving]
         zero = node.meta.get("uniform") == 0 and "of" in node.meta  # made of a cotangent, as `round` passes on
         moving.update([node] if there or zero else ())
@@ -104,7 +104,7 @@ def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.No
         if not there or not isinstance(node.target, torch._ops.OpOverload):
             continue
         sums = users or node.target is torch.ops.aten.add.Tensor  # by which autograd adds up gradients
-        added = sums and any(map(is_added, _leaves(addends(node.target._schema.name, node.args))))
+        added = sums and any(map(is_added, leaves(addends(node.target._schema.name, node.args))))
         value = node.meta["val"]
         grown = isinstance(value, Tensor) and value.numel() > max(n.meta["val"].numel() for n in there if isinstance(n.meta["val"], Tensor))
         if added or (users and (grown or not is_linear(node.target, nodes, there, node.meta["val"]))):
@@ -112,11 +112,12 @@ def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.No
     return next((g for g in grads if g is not None and is_added(g)), None)
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> Iterator[Any]:
+    """What nested arguments of an op hold."""
     if isinstance(tree, (tuple, list)):
         for part in tree:
-            yield from _leaves(part)
+            yield from leaves(part)
     elif isinstance(tree, dict):
-        yield from _leaves(tuple(tree.values()))
+        yield from leaves(tuple(tree.values()))
     else:
         yield tree

@@ -20,7 +20,7 @@ from .errors import (
     UnsupportedOpError,
     UnsupportedValueError,
 )
-from .linear import LINEAR, PRODUCTS, addends, is_linear, most_moving
+from .linear import LINEAR, PRODUCTS, addends, is_linear, leaves, most_moving
 from .lower import RULES
 from .refuse import Refusing, ValueReads, op_name
 from .signature import DTYPES, Signature, dtype_hint
@@ -39,6 +39,12 @@ _UNIFORM: dict[str, Callable[[tuple, dict], Any]] = {
 _FILLED: dict[str, Callable[[tuple, dict], Any]] = {"aten::zero": lambda a, k: 0, "aten::fill": lambda a, k: a[1]}
 
 _FACTORIES = {name.removeprefix("aten::") for name in _UNIFORM} | {"tensor", "as_tensor"}
+
+# In place, without a value that changes; `vector @ matrix` ends with the first.
+_LAID_OUT_IN_PLACE = {
+    aten.squeeze_.default: aten.squeeze.default, aten.squeeze_.dim: aten.squeeze.dim, aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default, aten.t_.default: aten.t.default, aten.transpose_.default: aten.transpose.int,
+}  # fmt: skip
 
 # Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
 _LAYOUT = {
@@ -116,9 +122,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         if len(terms) == 2 and all(n.meta.get("uniform") == 0 for n in terms):  # no gradient, masked or accumulated
             val = self.evaluate(func, args, kwargs)
             return self.track(val, self.uniform(val, 0, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
-        factors = nodes if name in PRODUCTS else nodes[:1] if LINEAR.get(name) == 1 or "_backward" in name else ()
-        by_zero = any(map(_is_nil, factors)) or (name in PRODUCTS and any(isinstance(a, (int, float)) and a == 0 for a in args))
-        if self.in_backward and kinds == {"static"} and (by_zero or (len(terms) == 2 and all(map(_is_nil, terms)))):
+        if self.in_backward and kinds == {"static"} and self.vanishes(name, args):
             val = self.add(func, args, kwargs, "static", nodes)
             for part in _tensors(val):
                 self.node_of(part).meta["nil"] = True
@@ -147,6 +151,19 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             return decomposed
         self.poison(func, nodes)
         return self.add(func, args, kwargs, "step", nodes)
+
+    def vanishes(self, name: str, args: Sequence[Any]) -> bool:
+        """Whether an op gives zero (or NaN) since a factor of it does, or all of its terms do."""
+
+        def nil(arg: Any) -> bool:
+            return _is_nil(self.node_of(arg)) if isinstance(arg, Tensor) else isinstance(arg, (int, float)) and arg == 0
+
+        if name in PRODUCTS:
+            return any(map(nil, args))
+        terms = list(leaves(addends(name, args)))
+        if most_moving(name) == 1 or "_backward" in name:
+            return all(map(nil, (*args[:1], *terms)))
+        return most_moving(name) > 1 and all(map(nil, terms))
 
     def grows(self, nodes: list[fx.Node]) -> bool:
         """Whether the cotangent of a smaller return broadcasts against what depends on params alone: of such a cotangent the kernel
@@ -226,6 +243,11 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
                 f"`{op_name(func)}` writes into a tensor that has views", core=self.sig.core, line=self.line(),
                 hint="Make a new one: by the form without the underscore, or, of parts, by `torch.where(mask, a, h)`.",
             )  # fmt: skip
+        if view := _LAID_OUT_IN_PLACE.get(func):
+            with self:
+                result = view(*args, **kwargs)
+            self.tracked[id(target)] = (target, self.tracked.pop(id(result))[1])
+            return func(*args, **kwargs)
         functional = _compat.functional_overload(func)
         if functional is None:
             hint = "Write the form that makes a new tensor: `n = n >> 1`, not `n >>= 1`."

@@ -136,6 +136,19 @@ def test_cotangents_of_results_that_are_not_differentiable():
     assert [c is not None for c in recorded.cotangents] == [False, False, True, True]
 
 
+LAID_OUT = {
+    "vector @ matrix": lambda p: p @ torch.arange(16.0).view(4, 4), "matrix @ vector": lambda p: torch.arange(16.0).view(4, 4) @ p,
+    "unsqueeze_": lambda p: (p * 2).unsqueeze_(0).mul_(0.5), "squeeze_": lambda p: p.view(1, 4).neg().squeeze_(0),
+    "t_": lambda p: (p[:, None] * p).t_().mul_(2)[1], "transpose_": lambda p: (p[:, None] * p * p).transpose_(0, 1)[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", LAID_OUT.values(), ids=LAID_OUT)
+def test_params_laid_out_in_place(function):
+    p = torch.rand(4, dtype=torch.float64)
+    check(lambda x, v, p: (v + x, v + x * function(p.float())), [torch.randn(5, 2, 4)], [torch.rand(2, 4)], [p])
+
+
 def test_gradient_of_a_broadcast_param_is_reduced():
     recorded = record(lambda x, v, p: (x * p, v), (4, 3), (4, 3), (3,), vjp=True)
     assert [g.meta["kind"] for g in recorded.grads] == ["step", "step", "reduced"]

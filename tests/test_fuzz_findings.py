@@ -174,6 +174,18 @@ def test_a_derivative_times_a_gradient_that_is_zero_by_construction():
     torch.testing.assert_close(torch.autograd.grad(y.sum(), p)[0], x.log().sum())
 
 
+BEFORE_A_SIGN = {
+    "xlog1py": lambda p: torch.special.xlog1py(p, p), "index": lambda p: p[[0, 2, 1, 3]], "matrix": lambda p: p @ torch.ones(4, 4),
+    "cat": lambda p: torch.cat([p[2:], p[:2]]), "masked_fill": lambda p: p.masked_fill(p > 0.5, 3.0), "sum": lambda p: p - p.sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", BEFORE_A_SIGN.values(), ids=BEFORE_A_SIGN)
+def test_what_passes_on_a_gradient_that_is_zero_by_construction(function):
+    """To a param: by products, by gathering, by sums of such terms."""
+    check(lambda x, p: x + torch.sign(function(p)), [torch.randn(3, 4)], params=[torch.rand(4)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "core",
