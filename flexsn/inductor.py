@@ -110,6 +110,9 @@ def lower_to_calls(operators: Mapping[Any, tuple[Callable[..., Any], Callable[[]
         return V.graph.user_visible_output_strides  # 2.11, 2.13
 
     def keep(x: Any) -> Any:
+        base = x.data.unwrap_view() if isinstance(x.data, ir.BaseView) else x.data
+        if isinstance(getattr(base, "data", None), ir.InputBuffer):  # the caller's own tensor, with its autograd graph
+            return outside(x)
         if not _viewed_outside(V.current_node):
             strides_asked()[V.current_node] = None
         return x

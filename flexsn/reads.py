@@ -22,6 +22,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -34,9 +35,11 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 # Modules of flexsn whose functions are taken as they are, as PyTorch's
 _OWN = ("flexsn", "flexsn.settings", "flexsn.surrogate", "flexsn.module", "flexsn.scan", "flexsn.neurons")
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
+_SETTINGS = ("torch.optim.lr_scheduler", "torch.distributions")
 _IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
 _VIEWS = (types.MappingProxyType, type(vars(types).keys()), type(vars(types).values()), type(vars(types).items()))
 _MAX_DEPTH = 32
+_PYTHONS = Path(os.__file__).parent
 KEPT = "__flexsn_reads__"  # attribute of a function that was a core
 
 
@@ -54,6 +57,7 @@ class Reads:
     fingerprint: tuple = ()  # code and constants; equal fingerprints trace to equal graphs
     watched: list[tuple[Slot, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)  # of containers and namespaces, which may grow
+    orders: list[tuple[dict, list]] = field(default_factory=list)  # keys of dicts that may be iterated
     iterators: list[Slot] = field(default_factory=list)  # places of those that cannot be looked into
     opaque: list[Any] = field(default_factory=list)  # what the fingerprint names by id(): to be kept while it is in use
     signatures: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by counts of operands, made by `scan`
@@ -77,20 +81,23 @@ class Reads:
         for slot, seen in self.watched:  # plain loops: every call comes here
             if slot.get() is not seen:
                 return False
+        for table, keys in self.orders:
+            if not all(map(operator.is_, list(table), keys)):
+                return False
         return all([len(container) == n for container, n in self.sizes])
 
-    def held(self) -> list[Any]:
-        """What every watched place holds now."""
-        return [slot.get() for slot, _ in self.watched]
+    def held(self) -> tuple[list[Any], list[int]]:
+        """What every watched place holds now, and how many things each namespace."""
+        return [slot.get() for slot, _ in self.watched], [len(container) for container, _ in self.sizes]
 
-    def restore(self, held: list[Any]) -> str | None:
+    def restore(self, held: tuple[list[Any], list[int]]) -> str | None:
         """Put back what the places held, drop what was added to namespaces; returns a place that had changed, if any."""
         changed = None
-        for (slot, _), old in zip(self.watched, held, strict=True):
+        for (slot, _), old in zip(self.watched, held[0], strict=True):
             if slot.get() is not old:
                 changed = slot.path
                 slot.set(old)
-        for container, n in self.sizes:
+        for (container, _), n in zip(self.sizes, held[1], strict=True):
             if len(container) > n and isinstance(container, (dict, list, collections.deque)):
                 changed = changed or type(container).__name__
                 for key in list(container)[n:] if isinstance(container, dict) else range(len(container) - 1, n - 1, -1):
@@ -229,7 +236,7 @@ class _Walker:
 
     def attributes(self, path: str, value: Any, depth: int) -> None:
         """The class of an object, and what it holds by names."""
-        self.visit(f"{path}.type", type(value), None, depth + 1)
+        self.slot(f"{path}.type", Attributes(value), "__class__", depth + 1)
         namespace = getattr(value, "__dict__", None)
         if isinstance(namespace, dict):
             self.names(path, namespace, list(namespace), depth)
@@ -241,6 +248,8 @@ class _Walker:
 
     def names(self, path: str, namespace: Any, names: Sequence[Any], depth: int) -> None:
         self.reads.sizes.append((namespace, len(namespace)))
+        if isinstance(namespace, dict) and len(names) == len(namespace) > 1:  # not of a module
+            self.reads.orders.append((namespace, list(namespace)))
         for name in names:
             self.slot(f"{path}.{name}", namespace, name, depth + 1)
 
@@ -264,10 +273,7 @@ class _Walker:
             self.names(path, values, list(values) if isinstance(values, dict) else range(len(values)), depth)
 
     def module(self, path: str, module: nn.Module, place: Slot | None, depth: int) -> None:
-        if not _is_library(type(module).__module__):
-            self.visit(f"{path}.type", type(module), None, depth + 1)
-        else:
-            self.constants.append((path, type(module).__qualname__))
+        self.slot(f"{path}.type", Attributes(module), "__class__", depth + 1)
         self.slot(f"{path}.training", vars(module), "training", depth + 1)
         skipped = _MODULE_INTERNALS | getattr(type(module), "unread", frozenset())
         if vars(module).get("core", module) is self.core:  # the neuron of this very core, which its closure leads to
@@ -277,6 +283,8 @@ class _Walker:
             self.slot(f"{path}.{name}", Attributes(module), name, depth + 1)
         for table in (module._parameters, module._buffers, module._modules):
             self.reads.sizes.append((table, len(table)))
+            if len(table) > 1:
+                self.reads.orders.append((table, list(table)))
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 self.constants.append((f"{path}.{name}", tensor is None))
@@ -388,8 +396,8 @@ def _slot_names(cls: type) -> list[str]:
 
 
 def _is_opaque(cls: type) -> bool:
-    """Whether objects of a class are taken as they are: those of PyTorch and NumPy, but for the schedulers of learning rates."""
-    return cls.__module__.partition(".")[0] in _OPAQUE and cls.__module__ != "torch.optim.lr_scheduler"
+    """Whether objects of a class are taken as they are: those of PyTorch and NumPy, but for those that are settings of others."""
+    return cls.__module__.partition(".")[0] in _OPAQUE and not cls.__module__.startswith(_SETTINGS)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -419,7 +427,13 @@ def _is_library(module: str) -> bool:
     """Modules whose functions are taken as they are: PyTorch, the standard library and flexsn itself."""
     top = module.partition(".")[0]
     own = module in _OWN or module.startswith("flexsn.neurons.")
-    return own or (top in sys.stdlib_module_names and top != "__main__") or top in {"torch", "numpy"}
+    return own or top in {"torch", "numpy"} or (top in sys.stdlib_module_names and _is_pythons(sys.modules.get(top)))
+
+
+def _is_pythons(module: types.ModuleType | None) -> bool:
+    """Whether a module that is named like one of the standard library is that one, and no `trace.py` beside the user's script."""
+    file = getattr(module, "__file__", None)
+    return getattr(module, "__name__", None) != "__main__" and (file is None or Path(file).is_relative_to(_PYTHONS))
 
 
 # Held while cores are looked at, traced or lowered, and while captured objects are swapped: one lock for all of these, so

@@ -160,7 +160,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
 
         if name in PRODUCTS:
             return any(map(nil, args))
-        terms = list(leaves(addends(name, args)))
+        terms = list(leaves(addends(name, tuple(args))))
         if most_moving(name) == 1 or "_backward" in name:
             return all(map(nil, (*args[:1], *terms)))
         return most_moving(name) > 1 and all(map(nil, terms))

@@ -265,6 +265,22 @@ def test_resets_and_detached_states_in_a_compiled_function():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+def test_detached_states_between_compiled_parts(backend):
+    """There a compiled part copies what the loop left, and no more than its values."""
+    found = []
+    for compiled in (False, True):
+        neuron = FlexSN(mixing, num_states=1, stateful="detached", backend=backend)
+        run, w = torch.compile(neuron) if compiled else neuron, torch.tensor(1.0, requires_grad=True)
+        for seed in range(3):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+            run(x * w).square().sum().backward()
+            assert not neuron.states[0].requires_grad
+        found.append(w.grad)
+    torch.testing.assert_close(*found)
+
+
 class Gate(nn.Module):
     """Parameters of its own and of a child, under one name; and children that Sequential holds."""
 

@@ -13,6 +13,7 @@ import itertools
 import logging
 import random
 import re
+import sys
 import threading
 import time
 import types
@@ -1503,3 +1504,101 @@ def test_numbers_that_are_made_past_pytorchs_functions():
         return scripted(h - 1.0), h
 
     assert_follows(core)
+
+
+@pytest.mark.parametrize("make", [dict, collections.OrderedDict, nn.ParameterDict], ids=["dict", "OrderedDict", "ParameterDict"])
+def test_the_order_of_keys(make):
+    held = make({"fast": nn.Parameter(torch.tensor(0.1)), "slow": nn.Parameter(torch.tensor(0.9))})
+
+    def core(x, v):
+        for k, w in enumerate(held.values()):
+            v = v * w + x * (k + 1)
+        return v, v
+
+    assert_follows(core)
+    held["fast"] = held.pop("fast")
+    assert_follows(core)
+
+
+def test_the_order_of_modules():
+    stages = nn.ModuleDict({"a": nn.LeakyReLU(0.5), "b": nn.Tanh()})
+
+    def core(x, v):
+        for stage in stages.values():
+            v = stage(v + x)
+        return v, v
+
+    assert_follows(core)
+    stages["a"] = stages.pop("a")
+    assert_follows(core)
+
+
+class Halves:
+    def __call__(self, v):
+        return v * 0.5
+
+
+class Keeps(Halves):
+    def __call__(self, v):
+        return v * 0.9
+
+
+@pytest.mark.parametrize("holder, other", [(Halves(), Keeps), (nn.ReLU(), nn.Tanh)], ids=["object", "module"])
+def test_another_class_of_an_object(holder, other):
+    core = lambda x, v: (holder(v + x), holder(v) + x)
+    assert_follows(core)
+    holder.__class__ = other
+    assert_follows(core)
+
+
+def test_settings_of_distributions():
+    normal = torch.distributions.Normal(torch.tensor(0.0), torch.tensor(1.0), validate_args=False)
+    affine = torch.distributions.AffineTransform(0.0, 2.0)
+    core = lambda x, v: (normal.cdf(x + v), affine(v) * 0.2 + x)
+    assert_follows(core)
+    normal.scale, affine.scale = torch.tensor(0.1), 3.0
+    assert_follows(core)
+
+
+def test_a_module_named_like_one_of_pythons(tmp_path, monkeypatch):
+    (tmp_path / "sndhdr.py").write_text(
+        "import torch\nTAU, W = 0.5, torch.tensor(0.5)\ndef core(x, v):\n    return x * TAU * W, v * 0.5 + x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "sndhdr", raising=False)
+    own = importlib.import_module("sndhdr")
+    try:
+        assert_follows(own.core)
+        own.TAU = 0.25
+        assert_follows(own.core)
+        own.W = torch.tensor(3.0)
+        assert_follows(own.core)
+    finally:
+        del sys.modules["sndhdr"]
+
+
+class Recording:
+    """Its neuron's core is a method of its own, which the neuron thus leads to."""
+
+    def record(self):
+        self.mask, self.spikes, self.neuron = None, [], flexsn.FlexSN(self.core, num_states=1)
+        return self
+
+    def core(self, x, v):
+        h = 0.5 * v + (x if self.mask is None else x * self.mask)
+        s = surrogate.atan(h - 1.0)
+        return s, h * (1.0 - s)
+
+
+class RecordingModule(nn.Module, Recording):
+    pass
+
+
+@pytest.mark.parametrize("make", [Recording, RecordingModule])
+def test_tensors_that_come_to_the_owner_of_a_method(make):
+    net, x = make().record(), torch.rand(5, 3, 8)
+    for scale in (1.0, 0.5, 2.0):
+        net.neuron.reset()
+        net.spikes.append(net.neuron(x))
+        assert torch.equal(net.spikes[-1], flexsn.scan(net.core, [x], [torch.zeros(3, 8)], backend="torch").outputs[0])
+        net.mask = torch.full((8,), scale)
