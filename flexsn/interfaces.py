@@ -99,6 +99,7 @@ INTERFACES = {
         "torch._inductor.ir:get_stride_order",
         "torch._inductor.ir:BaseView",
         "torch._inductor.ir:ComputedBuffer",
+        "torch._inductor.ir:InputBuffer",
         "torch._inductor.ir:ExternKernel.realize_input",
         "torch._inductor.ir:ExternKernel.require_stride_order",
         "torch._inductor.ir:TensorBox.create",
