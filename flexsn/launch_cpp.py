@@ -35,10 +35,12 @@ __all__ = ["HEADERS", "Kernel", "check_device", "compiler", "load", "tile_length
 
 HEADERS = Path(__file__).parent / "cpp"
 _TORCH = Path(torch.__file__).parent
-# Exact: no contraction, wrapping integers. Vectorised: no pass may turn a select back into a branch (sink, thread-jumps).
+# Exact: no contraction, wrapping integers. Vectorised: no pass may turn a select back into a branch (pre, sink, thread-jumps),
+# and no limit keep the vector functions of a long step from being inlined into its loop.
 _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno",
-    "-fno-trapping-math", "-fwrapv", "-fno-tree-sink", "-fno-thread-jumps", "-mprefer-vector-width=512", "-w",
+    "-fno-trapping-math", "-fwrapv", "-fno-tree-pre", "-fno-tree-sink", "-fno-thread-jumps", "-mprefer-vector-width=512", "-w",
+    "--param=large-function-growth=100000", "--param=inline-unit-growth=100000",
 )  # fmt: skip
 # Bytes of one core's cache that a tile may fill, and the most neurons. Measured on two cores (Zen 5): calls larger than
 # half the last-level cache stream their rows past it, best in rows of a few KiB.

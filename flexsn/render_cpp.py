@@ -24,6 +24,7 @@ STORAGE = {
     torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t", torch.int64: "int64_t", torch.uint8: "uint8_t",
 }  # fmt: skip
 ROW = {**STORAGE, torch.float16: "float", torch.bfloat16: "float"}  # of rows that stay in a tile
+_ROUNDED = {"half", "bfloat16"}  # on the way to memory
 COMPUTE = {**ROW, torch.bool: "bool"}
 _ROUND = {torch.float16: "flexsn::round_half({0})", torch.bfloat16: "flexsn::round_bfloat16({0})"}
 
@@ -223,8 +224,28 @@ def _loaded(element: str, stored: str, ctype: str) -> str:
 
 
 def _stored(node: Node, stored: str) -> str:
-    value = literal(node) if node.op == "const" else node.name
-    return value if stored == COMPUTE[node.dtype] else f"store<{stored}>({value})"
+    if stored == COMPUTE[node.dtype]:
+        return literal(node) if node.op == "const" else node.name
+    if node.op == "const":
+        return f"store<{stored}>({literal(node)})"
+    return f"store<{stored}>({node.name}{' != 0.0f' if stored in _ROUNDED and _is_spike(node) else ''})"  # a bool needs no rounding
+
+
+def _is_spike(node: Node) -> bool:
+    """Whether a value is 0 or 1 by construction: bools made numbers, these constants, and what chooses among or multiplies such."""
+    waiting, seen = [node], set[Node]()
+    while waiting:
+        n = waiting.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if n.op in ("mul", "maximum", "minimum"):
+            waiting += n.args
+        elif n.op == "where":
+            waiting += n.args[1:]
+        elif not (n.args[0].dtype is torch.bool if n.op == "convert" else n.op == "const" and str(n.value) in ("0.0", "1.0")):
+            return False
+    return True
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------------

@@ -40,10 +40,28 @@ def refractory(x, v, count):
     return s.to(x.dtype), torch.where(s, 0.0, h), torch.where(s, 3, (count - 1).clamp(min=0))
 
 
+def clamped(x, v):
+    """Selects of selects, of which GCC's elimination of partial redundancies makes branches."""
+    h = torch.minimum(torch.maximum(v * 0.9 + x.relu(), -x.abs()), torch.nan_to_num(x) + 2)
+    return (h.clamp(0, 1).clamp(max=v.abs() + 1) > 0.5).to(x.dtype), h.clamp(0, 3)
+
+
+def floor_division(x, v):
+    h = torch.div(v + x, v.abs() + 0.25, rounding_mode="floor")
+    return (h > 1.0).to(x.dtype), torch.remainder(h, 3.0)
+
+
+def long(x, v):
+    """More than GCC inlines of its own accord: a loop that calls scalar functions is no vector loop."""
+    for k in range(60):
+        v = v + 0.01 * torch.exp(-(x - 0.1 * k) * (x - 0.1 * k)) * torch.sigmoid(v + 0.05 * k)
+    return (v > 1.0).to(x.dtype), v
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("core", [lif, exponential, branches, refractory], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("core", [lif, exponential, branches, refractory, clamped, floor_division, long], ids=lambda c: c.__name__)
 def test_the_compiler_vectorises_every_step_loop(core, dtype, tmp_path):
-    states = {lif: 1, exponential: 2, branches: 1, refractory: 2}[core]
+    states = 2 if core in (exponential, refractory) else 1
     metas = [Meta((5,), dtype), Meta((5,), dtype)] + [Meta((5,), torch.int64 if core is refractory else dtype)] * (states - 1)
     program = program_of("cpp", core, make_signature(core, 1, states, 0), metas, torch.device("cpu"), {}, None)
     program.differentiate(core, {})

@@ -44,6 +44,8 @@ template <class To, class From> inline To load(From x) {
 }
 template <class To, class From> inline To store(From x) {
   if constexpr (std::is_same_v<From, To>) return x;
+  else if constexpr (std::is_same_v<From, bool> && std::is_same_v<To, half>) return half(uint16_t(x ? 0x3c00u : 0u));
+  else if constexpr (std::is_same_v<From, bool> && std::is_same_v<To, bfloat16>) return bfloat16(uint16_t(x ? 0x3f80u : 0u));
   else if constexpr (std::is_same_v<To, half>) return to_half(float(x));
   else if constexpr (std::is_same_v<To, bfloat16>) return to_bfloat16(float(x));
   else if constexpr (std::is_same_v<To, bool8>) return bool8(uint8_t(x ? 1 : 0));
@@ -104,10 +106,10 @@ template <class T> inline bool signbit(T x) {
   else return x < T(0);
 }
 template <class T> inline T sign(T x) { return T((T(0) < x) - (x < T(0))); }
-template <class T> inline T maximum(T a, T b) { return a != a ? a : (a > b ? a : b); }
-template <class T> inline T minimum(T a, T b) { return a != a ? a : (a < b ? a : b); }
-template <class T> inline T fmax(T a, T b) { return a < b || a != a ? b : a; }
-template <class T> inline T fmin(T a, T b) { return a > b || a != a ? b : a; }
+template <class T> inline T maximum(T a, T b) { return (a > b) | (a != a) ? a : b; }
+template <class T> inline T minimum(T a, T b) { return (a < b) | (a != a) ? a : b; }
+template <class T> inline T fmax(T a, T b) { return (a < b) | (a != a) ? b : a; }
+template <class T> inline T fmin(T a, T b) { return (a > b) | (a != a) ? b : a; }
 
 // Integer division: rounding as Python's or C's. A zero divisor gives 0 (eager raises), never a trap.
 template <class T> inline T trunc_div(T a, T b) {
@@ -135,17 +137,17 @@ template <class T> inline T shift_right(T a, T b) {
   return b < T(0) || b > last ? T(a < T(0) ? -1 : 0) : T(a >> b);
 }
 
-// Float division with rounding, from fmod: exact where a/b would not be (as ATen's).
-template <class T> inline T remainder_from(T mod, T b) { return mod != T(0) && ((b < T(0)) != (mod < T(0))) ? mod + b : mod; }
+// Float division with rounding, from fmod: exact where a/b would not be (as ATen's). `&` and `|`: of `&&` compilers make branches.
+template <class T> inline T remainder_from(T mod, T b) { return (mod != T(0)) & ((b < T(0)) != (mod < T(0))) ? mod + b : mod; }
 template <class T> inline T floor_div_from(T mod, T a, T b) {
   const T quotient = a / b;
   T div = (a - mod) / b;
-  div = mod != T(0) && ((b < T(0)) != (mod < T(0))) ? div - T(1) : div;
+  div = (mod != T(0)) & ((b < T(0)) != (mod < T(0))) ? div - T(1) : div;
   const T fl = floor(div);
   const T rounded = div - fl > T(0.5) ? fl + T(1) : fl;
   const T result = div != T(0) ? rounded : copysign(T(0), quotient);
-  const bool overflows = a - a == T(0) && quotient - quotient != T(0);  // Sleef's fmod gives NaN then
-  return b == T(0) || overflows ? quotient : result;
+  const bool overflows = (a - a == T(0)) & (quotient - quotient != T(0));  // Sleef's fmod gives NaN then
+  return (b == T(0)) | overflows ? quotient : result;
 }
 
 // Sleef's asinh and acosh overflow where x * x does; long before, they are log(2 |x|).
