@@ -32,7 +32,7 @@ from cores import ADAPTIVE, HH, LIF_SIGMOID, Neuron
 from torch import Tensor
 
 import flexsn
-from flexsn import render_triton
+from flexsn import launch_native, render_triton
 from flexsn.capture import Meta
 from flexsn.compile import Program, program_of
 from flexsn.launch_triton import Kernel, finish_builds
@@ -253,6 +253,7 @@ def on_one_thread(training: Callable[[], object]) -> Callable[[], object]:
 
 
 def measure_calls() -> dict:
+    launch_native.build()  # as a process does that makes many calls
     rows = []
     for T, N in ((4, 1024), (32, 802_816), (96, 32_768), (1024, 16_384)):
         inputs, cotangents = operands(LIF_SIGMOID, T, N)
@@ -263,7 +264,8 @@ def measure_calls() -> dict:
             "training": training,
             "function": lambda leaf=leaf, gs=cotangents: torch.autograd.grad(Doubled.apply(leaf), leaf, gs),
         }
-        calls |= {f"{name}_one_thread": on_one_thread(calls[name]) for name in ("training", "function")}
+        calls["operator"] = lambda leaf=leaf, gs=cotangents: torch.autograd.grad(leaf * 2, leaf, gs)
+        calls |= {f"{name}_one_thread": on_one_thread(calls[name]) for name in ("training", "function", "operator")}
         if T == 4:
             for name, layer in (("zoo", flexsn.neurons.LIF()), ("learned", flexsn.neurons.LIF(learn_tau=True))):
                 calls[f"{name}_inference"], calls[f"{name}_training"] = steps(LIF_SIGMOID, inputs, cotangents, layer=layer.cuda())
@@ -271,7 +273,7 @@ def measure_calls() -> dict:
         row |= {"inference_graph_ms": wall(graphed(inference)), "training_graph_ms": wall(graphed(training))}
         rows.append(row)
         print("calls:", {k: round(v, 4) for k, v in row.items()}, flush=True)
-    return {"rows": rows}
+    return {"rows": rows, "calls_in_cpp": launch_native.state()}
 
 
 def peer_runs(neuron: Neuron, T: int) -> dict[str, Callable[[], candidates.Run]]:
@@ -287,6 +289,7 @@ def peer_runs(neuron: Neuron, T: int) -> dict[str, Callable[[], candidates.Run]]
 
 
 def measure_peers() -> dict:
+    launch_native.build()
     rows = []
     for T, N, skip in ((32, 802_816, ()), (96, 32_768, ("torch_scan",)), (1024, 16_384, ("hand_loop", "torch_scan"))):
         inputs, cotangents = operands(LIF_SIGMOID, T, N)

@@ -136,15 +136,16 @@ def calls(c: dict, p: dict) -> list[str]:
         "## Whole calls",
         "",
         "LIF through `FlexSN`, `reset()` included; wall clock of a call in a loop that is synchronised at its end. At 4 x 1024 the kernels"
-        " take microseconds, so the time is the host's, and differs by machine: beside it, measured in turns with it, stands a training step of"
-        " an autograd Function in Python that does nothing but double its input. Much of either is autograd's handing over to a thread of its"
-        " own for the backward and back. One thread: the same steps under `torch.autograd.set_multithreading_enabled(False)`, by which the"
-        " backward runs on the thread that calls; small networks that train eagerly on one GPU gain by it. Graph: the same call captured once"
-        " in a CUDA graph and replayed.",
+        " take microseconds, so the time is the host's, and differs by machine: beside it, measured in turns with it, stand training steps of"
+        " an autograd Function in Python that does nothing but double its input (Function), and of PyTorch's own `x * 2` (operator). Much of"
+        " each is autograd's handing over to a thread of its own for the backward and back. One thread: the same steps under"
+        " `torch.autograd.set_multithreading_enabled(False)`, by which the backward runs on the thread that calls; small networks that train"
+        " eagerly on one GPU gain by it. Graph: the same call captured once in a CUDA graph and replayed. Calls run in C++ here, as they do in"
+        " a process that makes many (`flexsn doctor`).",
         "",
-        "| T x N | inference, ms | training step, ms | of a bare Function | one thread | of a bare Function | inference, graph | training step, graph"
-        " | asked |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| T x N | inference, ms | training step, ms | Function | operator | one thread | Function | operator | inference, graph"
+        " | training step, graph | asked |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for r in c["rows"]:
         asked = ""
@@ -154,8 +155,8 @@ def calls(c: dict, p: dict) -> list[str]:
         if r["T"] == 32:
             asked = f"training step 0.30: {verdict(r['training_ms'] <= 0.30)}"
         lines.append(
-            f"| {r['T']} x {r['N']} | {r['inference_ms']:.3f} | {r['training_ms']:.3f} | {r['function_ms']:.3f} |"
-            f" {r['training_one_thread_ms']:.3f} | {r['function_one_thread_ms']:.3f} |"
+            f"| {r['T']} x {r['N']} | {r['inference_ms']:.3f} | {r['training_ms']:.3f} | {r['function_ms']:.3f} | {r['operator_ms']:.3f} |"
+            f" {r['training_one_thread_ms']:.3f} | {r['function_one_thread_ms']:.3f} | {r['operator_one_thread_ms']:.3f} |"
             f" {r['inference_graph_ms']:.4f} | {r['training_graph_ms']:.4f} | {asked} |"
         )
     r = c["rows"][0]

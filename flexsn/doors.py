@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import _compat, forks, run, sharding
+from . import _compat, forks, launch_native, run, sharding
 from .capture import Meta
 from .errors import (
     BatchedGradientError,
@@ -36,15 +36,21 @@ Tensors = Sequence[Tensor | None]
 
 def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Final states, state sequences (if asked for) and outputs of a call."""
-    if isinstance(call, TracedCall) and not (_compat.functorch_active() or _compat.below_autograd()):
-        results = _by_operator(call, tensors)
-    elif call.differentiable:
-        results = _differentiably(call, tensors)
-    else:
-        results, _ = _without_gradients(call, tensors)
+    results = None if call.door is None else launch_native.module.call(call.door, call, tensors)
+    if results is None:
+        results = _by_python(call, tensors)
     outs, n = call.program.num_outputs, call.program.sig.num_states
     sequences = results[outs + n : outs + 2 * n] if call.sequences else []
     return results[outs : outs + n], sequences, results[:outs]
+
+
+def _by_python(call: run.Call, tensors: Tensors) -> list[Tensor]:
+    """Outputs, final states, state sequences."""
+    if isinstance(call, TracedCall) and not (_compat.functorch_active() or _compat.below_autograd()):
+        return _by_operator(call, tensors)
+    results = _differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors)[0]
+    call.open_door()
+    return results
 
 
 def _differentiably(call: run.Call, tensors: Tensors) -> list[Tensor]:
@@ -157,7 +163,11 @@ def _saved(ctx, call: run.Call) -> tuple[Tensor, ...]:
     except RuntimeError as error:
         if "second time" not in str(error):
             raise
-    raise FreedGraphError(
+    raise _freed(call)
+
+
+def _freed(call: run.Call) -> FreedGraphError:
+    return FreedGraphError(
         "backward through the graph a second time: an earlier backward freed what this call had saved", core=call.program.sig.core,
         hint="States carried over from an earlier call still belong to its graph: call `flexsn.reset_net(model)` before each sample (or "
         "make neurons with `stateful=False`), or `flexsn.detach_states(model)` between pieces of one. To differentiate one loss twice: "
@@ -200,15 +210,40 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_double_backward(ctx.call)
         saved, kept = _saved(ctx, ctx.call), len(ctx.call.kinds)
-        rows, checkpoints = saved[:kept], saved[kept:]
-        if _strides(saved) != ctx.strides:  # hooks of saved tensors gave others, equal to them
-            rows, checkpoints = _unpacked(ctx.call, rows, checkpoints)
-        try:
-            return None, *_backward(ctx.call, rows, checkpoints, grads, ctx.needs_input_grad[1:])
-        except RuntimeError:
-            if all(g is None or _compat.has_storage(g) for g in grads):
-                raise
-            _refuse_batched_gradients(ctx.call)
+        needs = ctx.needs_input_grad[1:]
+        return None, *_backward_of_saved(ctx.call, saved[:kept], saved[kept:], _strides(saved) != ctx.strides, grads, needs)
+
+
+def _backward_of_saved(
+    call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], changed: bool, grads: Tensors, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """`changed`: hooks of saved tensors gave others, equal to them."""
+    if changed:
+        rows, checkpoints = _unpacked(call, rows, checkpoints)
+    try:
+        return _backward(call, rows, checkpoints, grads, needs)
+    except RuntimeError:
+        if all(g is None or _compat.has_storage(g) for g in grads):
+            raise
+        _refuse_batched_gradients(call)
+
+
+@launch_native.serve
+@_compat.unseen_by_dynamo
+def _backward_of_door(
+    call: run.Call, saved: list[Tensor] | None, grads: list[Tensor | None], needs: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """The backward of a call that went through its door in C++, where that declines it. `saved`: None if it was freed."""
+    if torch.is_grad_enabled():
+        _refuse_double_backward(call)
+    if saved is None:
+        raise _freed(call)
+    there = iter(saved)
+    rows: run.Rows = [None if kind is None else next(there) for kind in call.kinds]
+    found = _backward_of_saved(call, rows, list(there), _strides(saved) is not None, grads, needs)
+    present = tuple([g is not None for g in grads])
+    call.teach_door(needs, present, call.pullback(rows[: call.num_inputs], needs, present, None))
+    return found
 
 
 # --- under transforms ---------------------------------------------------------------------------------------------------------

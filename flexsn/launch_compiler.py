@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import functools
@@ -83,14 +84,15 @@ def run(command: Sequence[str], folder: Path) -> None:
     except OSError as error:
         raise BuildError(f"cannot run the compiler {command[0]}: {error.strerror}", hint="Set $CXX to a C++ compiler.") from error
     finished = False
+    _running.add(process.pid)
     with process:
         try:
             said = _listen(process, time.monotonic() + limit)
             finished = said is not None
         finally:
+            _running.discard(process.pid)
             if not finished:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _kill(process.pid)
     shown = " ".join(command[:2])
     if said is None:
         raise BuildError(
@@ -101,6 +103,24 @@ def run(command: Sequence[str], folder: Path) -> None:
         if "No space left" in said or "quota exceeded" in said or os.statvfs(folder).f_bavail == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         raise BuildError(f"the compiler failed (exit {process.returncode}): {shown} ...\n{said[-2000:]}", hint=_REPORT)
+
+
+_running: set[int] = set()  # also on threads that do not keep the program from ending
+
+
+def _kill(process: int) -> None:
+    """It and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+
+
+@atexit.register
+def _kill_running() -> None:
+    for process in list(_running):
+        _kill(process)
+
+
+os.register_at_fork(after_in_child=_running.clear)
 
 
 def _listen(process: subprocess.Popen, deadline: float) -> str | None:

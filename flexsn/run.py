@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat, launch_native
 from .blueprint import Shapes, rescale
 from .compile import Program
 from .graph import HALF
@@ -42,9 +42,11 @@ class Call:
         whole: whether inputs and states are given at the step shape.
         results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
         around: a context for what runs, if it needs one.
+        door: calls of this kind in C++ (`cpp/native.cpp`), once they run so.
     """
 
     around: Callable[[], AbstractContextManager] | None = None
+    door: Any = None
 
     def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
                  tensors: Sequence[Tensor | None]):  # fmt: skip
@@ -71,6 +73,7 @@ class Call:
         self._launches: dict[Any, Any] = {}
         self._pullbacks: dict[Any, Pullback] = {}
         self._wanted: dict[Sequence[bool], tuple[tuple[str, ...], tuple[bool, ...]]] = {}
+        self._taught: dict[Any, Any] = {}  # what the door knows: launches in C++, of the forward under None
 
     def as_returned(self, results: list[Tensor]) -> list[Tensor]:
         """Results of the step shape at the shapes that the core returns."""
@@ -92,6 +95,28 @@ class Call:
         there = tuple([None if role in self.absent else role for role in roles])
         program, step = self.program, self.shapes.step
         return Launch(program.kernel(self.T, direction, *flags), program.device, self.T, step, self.checkpoints, there, order)
+
+    def open_door(self) -> None:
+        """Run such calls in C++ from now on, if their launch does and they need nothing but it and its gradient."""
+        launch = self._launches.get((self.differentiable, None))
+        if launch is None or launch.native is None or self._taught.get(None) is launch.native:
+            return
+        if self.statics or self.around is not None or not (self.whole and self._returned_whole):
+            return
+        saved, constant = (self.saved, self.constant) if self.differentiable else ((), ())
+        self.door = launch_native.module.door(
+            launch.native, [launch.places[r] for r in self.results], [launch.places[r] for r in saved],
+            [k for k, flag in enumerate(constant) if flag], [kind is not None for kind in self.kinds], self.differentiable,
+        )  # fmt: skip
+        self._taught = {None: launch.native}
+
+    def teach_door(self, needs: tuple[bool, ...], present: tuple[bool, ...], back: Pullback) -> None:
+        """Walk back so in C++ from now on, if the launch does."""
+        key, launch = (needs, present), back.launch
+        if self.door is None or launch is None or launch.native is None or self._taught.get(key) is launch.native:
+            return
+        launch_native.module.learn(self.door, needs, present, launch.native, [-1 if place is None else place for place in back.places])
+        self._taught[key] = launch.native
 
     @functools.cached_property
     def constant(self) -> tuple[bool, ...]:
@@ -204,9 +229,17 @@ class Launch:
         self._reads = [given[a.role] for a in kernel.plan.reads if a.role in given]
         present = [a.role in given for a in kernel.plan.reads] + [a.role in self.places for a in kernel.plan.writes]
         self._make, self._run = allocator(device), kernel.bind(present, T, self.numel)
+        self._present = present
+        self._entry: Any = getattr(kernel, "entry", None)  # which kernels that tools put in its place lack
+        self.native: Any = None  # the same in C++, once it is there
+        self._made_of: tuple = ()
 
     def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:
         """Run; returns what was written, in the order of `writes`."""
+        if self.native is not None:
+            done = launch_native.module.run(self.native, operands)
+            if done is not None:
+                return done
         if self._gpu is not None and self._gpu != _compat.current_device():
             with torch.cuda.device(self._gpu):
                 return self(operands, params)
@@ -218,7 +251,20 @@ class Launch:
         if self.T == 0:
             _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._given, operands, strict=False)))
         self._run([operands[place] for place in self._reads] + written, dims)
+        if self._entry is not None and not self.params and launch_native.wanted():
+            self._settle(operands, written)
         return written
+
+    def _settle(self, operands: Sequence[Tensor | None], written: Sequence[Tensor]) -> None:
+        """Make the launch in C++, for operands like these, unless it is there and declined them for what they are."""
+        if self.T == 0 or self.numel == 0 or (self._gpu is None and any(map(launch_native.is_large, written))):
+            return
+        entry = self._entry(self._present, self.T, self.numel, self._gpu)
+        made_of = launch_native.generation, entry
+        if made_of != self._made_of and any(entry):
+            reads = [(operands[place], place) for place in self._reads]
+            self.native = launch_native.launch(self.kernel, self._gpu, reads, written, self._present, self.T, self.numel, entry)
+            self._made_of = made_of
 
     def _with_params(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> tuple[list[Tensor | None], list[int]]:
         found, dims = [*operands], list[int]()

@@ -33,6 +33,10 @@ def pytest_configure(config):
     folder = tempfile.mkdtemp(prefix="flexsn-tests-")
     _made.append(folder)
     os.environ["FLEXSN_CACHE_DIR"] = folder
+    if config.getoption("numprocesses", None):  # a long run: with the calls in C++ that long processes make
+        from flexsn import launch_native
+
+        launch_native.start_build().join()
 
 
 def pytest_unconfigure(config):

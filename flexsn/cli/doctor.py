@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import launch_cpp, launch_triton
+from .. import launch_cpp, launch_native, launch_triton
 from .._version import TESTED_TORCH
 from ..backends import BACKENDS
 from ..errors import FlexSNError
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> Outcome:
         "packages": {name: version_of(name) for name in _PACKAGES},
         "cache": inspect_cache(),
         "backends": backends,
+        "calls_in_cpp": launch_native.state(),
     }
     return Outcome(_text(data), data, GOOD if well else BAD)
 
@@ -125,6 +126,7 @@ def _text(data: dict[str, Any]) -> str:
     told = f"{compiler['version']} ({compiler['path']}), vector maths {compiler['vector_maths']}"
     facts.append(("compiler", told if compiler["path"] else "none: set $CXX, or install g++"))
     facts.append(("cache", f"{cache['folder']}: {cache['kernels']} kernels, {total(cache['bytes'])}"))
+    facts.append(("calls in C++", data["calls_in_cpp"]))
     backends = [(name, _verdict(b)) for name, b in data["backends"].items()]
     installed = [f"{name} {version}" for name, version in data["packages"].items() if version]
     absent = [name for name, version in data["packages"].items() if not version]

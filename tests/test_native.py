@@ -1,0 +1,450 @@
+"""Calls in C++ (`cpp/native.cpp`): the same results and errors as the Python that they stand in for, and what they decline."""
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+from cores import adlif, leaky, lif, relu_mem
+from torch import nn
+
+import flexsn
+from flexsn import FlexSN, doors, launch_native, run
+from flexsn.errors import BatchedGradientError, DoubleBackwardError, FreedGraphError, OperandTypeError
+
+TAU, TH = 2.0, 1.0
+on_cpu = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="of calls on a CPU")
+
+
+def lif_of_numbers(x, v):
+    return lif(x, v, TAU, TH)
+
+
+def adlif_of_numbers(x1, x2, v, a):
+    return adlif(x1, x2, v, a, 0.9, 0.8)
+
+
+def counting(x, n):
+    """A hard threshold of an integer state: outputs and states without gradients."""
+    n = n + 1
+    return (x * x + n), n
+
+
+CORES = {"lif": (lif_of_numbers, 1, 1), "two": (adlif_of_numbers, 2, 2), "exact": (relu_mem, 1, 1), "counting": (counting, 1, 1)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    launch_native.build()
+
+
+def neuron_of(name, **options):
+    core, inputs, states = CORES[name]
+    return FlexSN(core, num_inputs=inputs, num_states=states, stateful=False, strict=True, **options)
+
+
+def operands(name, dtype=torch.float32, T=20, step=(3, 7)):
+    return [(torch.randn(T, *step) + 0.5).to(dtype).requires_grad_() for _ in range(CORES[name][1])]
+
+
+def through_door(result):
+    return "flexsn::Scan" in result.grad_fn.name()
+
+
+def latest(neuron):
+    """The kind of calls that was made last for the first time."""
+    return list(neuron.look()[0].calls.values())[-1]
+
+
+def everything(neuron, xs, seed=0):
+    """Outputs, states and the gradients of inputs, from cotangents of all."""
+    ys = neuron(*xs)
+    ys = list(ys) if isinstance(ys, tuple) else [ys]
+    trail = neuron.state_seqs or []
+    roots = [y for y in (*ys, *trail) if y.requires_grad]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    cotangents = [torch.randn(y.shape, generator=generator, device="cpu").to(y) for y in roots]
+    grads = torch.autograd.grad(roots, xs, cotangents, allow_unused=True)
+    return ys, [*ys, *trail], grads
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+@pytest.fixture
+def filled():
+    """PyTorch fills fresh memory with NaN: an element that a kernel leaves shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# --- the same as Python ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sequences", [False, True], ids=["finals", "sequences"])
+@pytest.mark.parametrize("name", CORES)
+def test_same_bits_as_python(name, sequences, dtype, filled):
+    for T in (1, 3, 16, 40):
+        xs, neuron = operands(name, dtype, T), neuron_of(name, store_state_seqs=sequences)
+        ys, want, want_grads = everything(neuron, xs)
+        assert not through_door(ys[0])  # the first call of a kind goes through Python
+        for _ in range(2):  # Python takes the first backward, the door those after it
+            ys, got, grads = everything(neuron, xs)
+            assert through_door(ys[0])
+            assert_same(got, want)
+            assert_same(grads, want_grads)
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_inference(name, filled):
+    xs, neuron = operands(name), neuron_of(name)
+    with torch.no_grad():
+        want = neuron(*xs)
+        call = latest(neuron)
+        assert call.door is not None
+        got = neuron(*xs)
+    assert_same(got if isinstance(got, tuple) else [got], want if isinstance(want, tuple) else [want])
+    with torch.inference_mode():
+        for _ in range(2):
+            y = neuron(*xs)
+        assert (y[0] if isinstance(y, tuple) else y).is_inference()
+
+
+def test_carried_states_and_their_gradients():
+    x = torch.randn(12, 5, requires_grad=True)
+    neuron, eager = FlexSN(lif_of_numbers, num_states=1, strict=True), FlexSN(lif_of_numbers, num_states=1, backend="torch")
+    found = []
+    for layer in (eager, neuron, neuron):
+        layer.reset()
+        parts = [layer(part) for part in x.split(4)]
+        found.append((torch.cat(parts), *torch.autograd.grad(torch.cat(parts).sum() + layer.states[0].square().sum(), x)))
+    assert through_door(parts[-1])
+    assert torch.equal(found[1][0], found[0][0]) and torch.allclose(found[1][1], found[0][1], atol=1e-6)
+    assert_same(found[2], found[1])
+
+
+def test_any_cotangents_and_any_needs():
+    x, v = torch.randn(9, 5), torch.randn(5)
+    reads = {}
+    for need_x, need_v in ((True, True), (True, False), (False, True)):
+        for loss in ("output", "final", "both"):
+            for turn in range(3):
+                xs, vs = x.clone().requires_grad_(need_x), v.clone().requires_grad_(need_v)
+                done = flexsn.scan(relu_mem, (xs,), (vs,), strict=True)
+                roots = {"output": done.outputs[0], "final": done.states[0]}
+                total = sum(r.square().sum() for n, r in roots.items() if loss in (n, "both"))
+                total.backward()
+                want = reads.setdefault((need_x, need_v, loss), (xs.grad, vs.grad))
+                assert_same((xs.grad, vs.grad), want)
+                assert turn == 0 or through_door(done.outputs[0])
+
+
+def test_results_without_gradients():
+    x = torch.randn(6, 4)
+    for _ in range(3):
+        done = flexsn.scan(counting, (x.clone().requires_grad_(),), (torch.zeros(4, dtype=torch.int64),), strict=True)
+        assert done.outputs[0].requires_grad and not done.states[0].requires_grad
+    assert through_door(done.outputs[0])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
+def test_compiled_code_launches_in_cpp():
+    net = nn.Sequential(nn.Linear(5, 5), FlexSN(lif_of_numbers, num_states=1, stateful=False, strict=True))
+    compiled, x = torch.compile(net, fullgraph=True), torch.randn(6, 3, 5)
+    found = []
+    for _ in range(4):
+        y = compiled(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), list(net.parameters()))))
+    for again in found[1:]:
+        assert_same(again, found[0])
+    launches = [o for o in gc.get_objects() if type(o) is run.Launch and o.kernel.plan.core == "lif_of_numbers" and o.step == (3, 5)]
+    assert launches and all(launch.native is not None for launch in launches)
+
+
+# --- what doors and launches decline ----------------------------------------------------------------------------------------------
+def test_other_memory_is_left_to_python():
+    neuron, x = neuron_of("lif"), torch.randn(8, 6, 4)
+    for _ in range(2):
+        want = neuron(x.requires_grad_())
+    strided = x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    y = neuron(strided)
+    assert not through_door(y) and torch.equal(y, want)
+    negated = torch.complex(torch.zeros_like(x), -x.detach()).conj().imag.requires_grad_()
+    assert negated.is_neg() and torch.equal(neuron(negated), want)
+    y = neuron(x)
+    y.backward(torch.ones_like(y))
+    first, x.grad = x.grad, None
+    y = neuron(x)
+    y.backward(torch.ones(()).expand(y.shape))  # a cotangent without memory of its own
+    assert through_door(y) and torch.equal(x.grad, first)
+
+
+def test_saved_tensors_may_come_back_otherwise():
+    neuron, x = neuron_of("lif"), torch.randn(20, 6, 4, requires_grad=True)
+    for _ in range(2):
+        (want,) = torch.autograd.grad(neuron(x).sum(), x)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2)):
+        y = neuron(x)
+    assert through_door(y) and packed == [(20, 6, 4), (1, 6, 4)]  # the input, checkpoints
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+    with torch.autograd.graph.save_on_cpu():
+        y = neuron(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+
+
+@on_cpu
+def test_threads_of_the_process_may_change(threads):
+    neuron, x = neuron_of("lif"), torch.randn(64, 4096, requires_grad=True)
+    found = []
+    for count in (1, 1, 2, 2, 1, 1):
+        threads(count)
+        y = neuron(x)
+        found.append((y, *torch.autograd.grad(y.sum(), x)))
+    for again in found[1:]:
+        assert_same(again, found[0])
+    assert through_door(y)
+
+
+def test_renewed_launches():
+    neuron, x = neuron_of("lif"), torch.randn(20, 5, requires_grad=True)
+    for _ in range(3):
+        (want,) = torch.autograd.grad(neuron(x).sum(), x)
+    kept = neuron(x)
+    launch_native.renew()
+    y = neuron(x)
+    assert not through_door(y)
+    for result in (y, kept, neuron(x), neuron(x)):
+        assert torch.equal(torch.autograd.grad(result.sum(), x)[0], want)
+    assert through_door(neuron(x))
+
+
+def test_a_tensor_of_inference_mode():
+    neuron = FlexSN(lambda x, v, w: ((x + v) * w, x + v), num_states=1, params=[nn.Parameter(torch.ones(4))], stateful=False)
+    with torch.inference_mode():
+        x = torch.randn(5, 4)
+    for _ in range(3):
+        neuron(x).sum().backward()
+    done = [flexsn.scan(relu_mem, (x,), (torch.ones(4, requires_grad=True),), strict=True).outputs[0] for _ in range(3)]
+    for y in done:
+        y.sum().backward()
+
+
+@on_cpu
+def test_large_results_keep_their_memory():
+    neuron, x = neuron_of("exact"), torch.randn(64, 1 << 15)  # results of 8 MiB: `memory.py` makes them
+    for _ in range(2):
+        neuron(x)
+    call = latest(neuron)
+    assert call.door is None
+
+
+@pytest.mark.parametrize("T, step", [(0, (3,)), (4, (0,))])
+def test_nothing_to_run(T, step):
+    neuron, x = neuron_of("exact"), torch.randn(T, *step, requires_grad=True)
+    for _ in range(3):
+        y = neuron(x)
+        y.sum().backward()
+        assert y.shape == (T, *step) and x.grad.shape == x.shape
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def recorded():
+    neuron, x = neuron_of("lif"), torch.randn(8, 4, requires_grad=True)
+    for _ in range(3):
+        neuron(x).sum().backward()
+    y = neuron(x)
+    assert through_door(y)
+    return neuron, x, y
+
+
+def test_second_derivatives_are_refused(recorded):
+    _, x, y = recorded
+    with pytest.raises(DoubleBackwardError, match="differentiated twice"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_a_freed_graph(recorded):
+    _, _, y = recorded
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    with pytest.raises(FreedGraphError, match="reset_net"):
+        y.sum().backward()
+
+
+def test_batched_gradients_are_refused(recorded):
+    _, x, y = recorded
+    with pytest.raises(BatchedGradientError, match="jacrev"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
+
+
+def test_a_write_into_what_was_saved(recorded):
+    _, x, y = recorded
+    with torch.no_grad():
+        x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_freed_memory_is_no_operand(recorded):
+    neuron, x, _ = recorded
+    gone = x.detach().clone().requires_grad_()
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(OperandTypeError, match="no memory"):
+        neuron(gone)
+
+
+def test_an_error_of_python_passes_the_engine(recorded, monkeypatch):
+    _, _, y = recorded
+
+    def broken(*args):
+        raise ZeroDivisionError("of this test")
+
+    monkeypatch.setattr(doors, "_backward", broken)
+    with pytest.raises(ZeroDivisionError, match="of this test"):
+        y.backward(torch.ones(()).expand(y.shape))  # the door declines it
+
+
+def test_anomaly_detection(recorded):
+    neuron, x, _ = recorded
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        neuron(x).sum().backward()
+
+
+def test_compiled_autograd(recorded):
+    neuron, x, y = recorded
+    (want,) = torch.autograd.grad(y.sum(), x)
+    x.grad = None
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        neuron(x).sum().backward()
+    assert torch.equal(x.grad, want)
+
+
+# --- lives ------------------------------------------------------------------------------------------------------------------------
+def test_nothing_is_left_of_a_neuron():
+    def core(x, v):
+        return x * 0.5 + v, v + x
+
+    neuron, x = FlexSN(core, num_states=1, stateful=False), torch.randn(4, 3, requires_grad=True)
+    for _ in range(3):
+        y = neuron(x)
+        y.sum().backward()
+    call = latest(neuron)
+    seen = weakref.ref(call)
+    assert call.door is not None
+    del neuron, call, core
+    gc.collect()
+    assert seen() is not None  # the graph of `y` has it
+    del y
+    gc.collect()
+    assert seen() is None
+
+
+def test_threads():
+    neuron, x = neuron_of("lif"), torch.randn(30, 50)
+    leaf = x.clone().requires_grad_()
+    neuron(leaf).sum().backward()
+    wrong = []
+
+    def work():
+        for _ in range(50):
+            own = x.clone().requires_grad_()
+            neuron(own).sum().backward()
+            if not torch.equal(own.grad, leaf.grad):
+                wrong.append(own.grad)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+@on_cpu
+def test_a_forked_child_renews_its_launches():
+    neuron, x = neuron_of("lif"), torch.randn(64, 4096)
+    with torch.no_grad():
+        for _ in range(3):
+            want = neuron(x)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                found = [neuron(x) for _ in range(3)]
+                torch.set_num_threads(1)  # or PyTorch's own comparison waits for threads of the parent
+                code = 0 if all(torch.equal(y, want) for y in found) else 2
+            finally:
+                os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# --- where there is none ------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As in a process that has launched nothing, with a cache of its own."""
+    monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path))
+    for name, value in {"module": None, "_asked": 0, "_builder": None, "_failed": None}.items():
+        monkeypatch.setattr(launch_native, name, value)
+
+
+@on_cpu
+def test_without_a_compiler(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not launch_native.wanted()
+    assert "no-such-compiler" in launch_native.state()
+    assert not launch_native.wanted() and launch_native._builder is None
+
+
+@on_cpu
+def test_without_headers(fresh, monkeypatch):
+    monkeypatch.setattr(launch_native.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    launch_native.start_build().join()
+    assert not launch_native.wanted()
+    assert "Python.h" in launch_native.state()
+
+
+def test_many_launches_start_one_build(fresh, monkeypatch):
+    builds = []
+    monkeypatch.setattr(launch_native, "build", lambda: builds.append(threading.current_thread().name))
+    for _ in range(3 * launch_native._MANY):
+        launch_native.wanted()
+    assert "being built" in launch_native.state()
+    launch_native._builder.join()
+    assert builds == ["flexsn-native"]
+
+
+def test_what_others_can_write_is_not_loaded(fresh):
+    path = launch_native._path()
+    path.write_bytes(b"not a library")
+    path.with_suffix(".sha256").write_text("0" * 64)
+    launch_native.load_built()
+    assert launch_native.module is None
+    assert "not built yet" in launch_native.state()
+
+
+def test_learned_params_stay_in_python():
+    layer, x = flexsn.LIF(learn_tau=True), torch.randn(5, 4, requires_grad=True)
+    for _ in range(3):
+        layer.reset()
+        layer(x).sum().backward()
+    assert all(call.door is None for call in layer.look()[0].calls.values())
+
+
+def test_leaky_with_a_captured_number():
+    decay = 0.5
+    neuron = FlexSN(lambda x, v: leaky(x, v, decay), num_states=1, stateful=False)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    neuron(x)
+    assert torch.autograd.gradcheck(neuron, x)
+    assert through_door(neuron(x))
