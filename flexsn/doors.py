@@ -23,6 +23,7 @@ from .errors import (
     BatchedGradientError,
     DoubleBackwardError,
     FreedGraphError,
+    OperandTypeError,
     ShapeMismatchError,
 )
 from .forward_only import WithoutGradient, no_forward_mode, refuse_forward_mode
@@ -218,6 +219,7 @@ def _backward_of_saved(
     call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], changed: bool, grads: Tensors, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """`changed`: hooks of saved tensors gave others, equal to them."""
+    _check_saved(call, rows, checkpoints)
     if changed:
         rows, checkpoints = _unpacked(call, rows, checkpoints)
     try:
@@ -226,6 +228,28 @@ def _backward_of_saved(
         if all(g is None or _compat.has_storage(g) for g in grads):
             raise
         _refuse_batched_gradients(call)
+
+
+def _check_saved(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor]) -> None:
+    """Kernels take pointers: what was saved must be as it was, whatever hooks or `.data` have made of it."""
+    i, n, step = call.num_inputs, call.num_operands, call.shapes.step
+    for k, (tensor, kind) in enumerate(zip(rows, call.kinds, strict=True)):
+        if tensor is not None and kind is not None:
+            shape = kind[0] if k >= n else (call.T, *step) if k < i else step
+            if tensor.dtype is not kind[1] or not same_shape(tensor.shape, shape):
+                raise _changed(call, tensor, shape, kind[1])
+    for tensor, dtype in zip(checkpoints, call.saved_dtypes or (), strict=True):
+        shape = (call.checkpoints, *step)
+        if tensor.dtype is not dtype or not same_shape(tensor.shape, shape):
+            raise _changed(call, tensor, shape, dtype)
+
+
+def _changed(call: run.Call, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> OperandTypeError:
+    return OperandTypeError(
+        f"had saved a {dtype} of shape {list(shape)} for its backward, which now is a {found.dtype} of shape {list(found.shape)}",
+        core=call.program.sig.core,
+        hint="What hooks of saved tensors unpack must equal what they packed, and `.data` of an operand keep its shape and dtype.",
+    )  # fmt: skip
 
 
 @launch_native.serve

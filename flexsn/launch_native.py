@@ -28,7 +28,7 @@ from .memory import LEAST
 
 SOURCE = Path(__file__).parent / "cpp" / "native.cpp"
 _TORCH = Path(torch.__file__).parent
-_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-DNDEBUG", "-w")
 _MANY = 200  # launches in a process after which the build is worth it
 
 module: Any = None  # the extension, once it is loaded
@@ -160,8 +160,8 @@ def renew() -> None:
 
 def _after_fork() -> None:
     """In a child: kernels run on one thread, and nothing is being built."""
-    global _builder
-    _builder = None
+    global _builder, _asked
+    _builder, _asked = None, 0
     renew()
 
 

@@ -73,6 +73,7 @@ class Call:
         self._launches: dict[Any, Any] = {}
         self._pullbacks: dict[Any, Pullback] = {}
         self._wanted: dict[Sequence[bool], tuple[tuple[str, ...], tuple[bool, ...]]] = {}
+        self.saved_dtypes: tuple[torch.dtype, ...] | None = None  # of checkpoints, from the first forward on
         self._taught: dict[Any, Any] = {}  # what the door knows: launches in C++, of the forward under None
 
     def as_returned(self, results: list[Tensor]) -> list[Tensor]:
@@ -311,7 +312,12 @@ def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) 
     launch = call.forward_launch(operands[: call.num_inputs], save, memory_order(operands[0]))
     written, places = launch(operands, call.program.prologue(statics) if launch.params else {}), launch.places
     results = call.as_returned([written[places[r]] for r in call.results])
-    return results, [written[places[r]] for r in call.saved] if save else []
+    if not save:
+        return results, []
+    checkpoints = [written[places[r]] for r in call.saved]
+    if call.saved_dtypes is None:
+        call.saved_dtypes = tuple([t.dtype for t in checkpoints])
+    return results, checkpoints
 
 
 def backward(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flexsn
+from flexsn import launch_native
 from flexsn.cli import bench, candidates, doctor, main, roofline
 from flexsn.cli.main import make_parser
 from flexsn.cli.outcome import UsageError
@@ -203,6 +204,7 @@ def test_doctor(run):
     assert triton["works"] and triton["device"] == "cpu"  # the tests run its interpreter
     assert data["compiler"]["path"] and data["packages"]["numpy"] and data["cache"]["kernels"] >= 2
     assert "works: self-test on cpu agrees" in doctor._text(data) and data["notes"] == []
+    assert data["calls_in_cpp"] == launch_native.state() and f"calls in C++  {launch_native.state()}" in doctor._text(data)
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.14.0.dev20270101+cpu", "3.0"])

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import threading
 import weakref
 
@@ -448,3 +449,49 @@ def test_leaky_with_a_captured_number():
     neuron(x)
     assert torch.autograd.gradcheck(neuron, x)
     assert through_door(neuron(x))
+
+
+# --- what was saved comes back otherwise: an error, through the door and in Python --------------------------------------------------
+def shrunk(t):
+    return t.new_zeros(0)
+
+
+@pytest.mark.parametrize("door", [True, False], ids=["door", "python"])
+@pytest.mark.parametrize("unpack", [shrunk, torch.Tensor.double, torch.Tensor.half, lambda t: t[:1], lambda t: t.reshape(-1)])
+def test_hooks_that_unpack_something_else(unpack, door, monkeypatch):
+    if not door:
+        monkeypatch.setattr(launch_native, "module", None)
+        monkeypatch.setattr(launch_native, "wanted", lambda: False)
+    neuron, x = FlexSN(lambda x, v: lif(x, v, TAU, TH), num_states=1, stateful=False, strict=True), torch.randn(20, 5, requires_grad=True)
+    for _ in range(2):  # the first backward of a kind: what it is given must not be kept
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = neuron(x)
+        with pytest.raises(OperandTypeError, match="had saved a"):
+            y.sum().backward()
+    assert "flexsn::Scan" in y.grad_fn.name() if door else "Eager" in y.grad_fn.name()
+    want = torch.autograd.grad(FlexSN(lif_of_numbers, num_states=1, backend="torch")(x).sum(), x)
+    assert torch.allclose(torch.autograd.grad(neuron(x).sum(), x)[0], want[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("data", [torch.empty(0), torch.empty(20, 5, dtype=torch.float64), torch.empty(1, 5)])
+def test_data_set_before_the_backward(data):
+    neuron = neuron_of("lif")
+    for _ in range(3):
+        x = torch.randn(20, 5, requires_grad=True)
+        y = neuron(x)
+        x.data = data
+        with pytest.raises(OperandTypeError, match="which now is a"):
+            y.sum().backward()
+
+
+@on_cpu
+def test_ways_back_that_are_made_anew_replace_the_old(threads):
+    neuron, x, held = neuron_of("lif"), torch.randn(20, 5, requires_grad=True), []
+    for turn in range(12):
+        threads(2)
+        y = neuron(x)
+        threads(1 + turn % 2)  # each backward declines
+        torch.autograd.grad(y.sum(), x)
+        (back,) = latest(neuron)._pullbacks.values()
+        held.append(sys.getrefcount(back.launch.kernel))  # every launch in C++ holds its kernel
+    assert held[4] == held[-1]

@@ -1,8 +1,9 @@
 // Calls of fused kernels with no Python between the call and the kernel: launches, and the autograd formula around them.
 //
-// `flexsn/native.py` builds this against the headers of the PyTorch that runs, says what a launch and a door are made of, and
+// `flexsn/launch_native.py` builds this against the headers of the PyTorch that runs, says what a launch and a door are made of, and
 // uses them where it can. They serve the usual call alone; any other (operands to be laid out anew, a backward that was not
-// seen before, ...) they decline, and the Python that they stand in for takes it.
+// seen before, ...) they decline, and the Python that they stand in for takes it. How many operands there are, and which places
+// of theirs are read, Python has settled when it makes a launch or a door; what tensors stand there is looked at in every call.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -17,7 +18,6 @@
 
 #include <array>
 #include <atomic>
-#include <forward_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -151,7 +151,7 @@ struct Launch {
     if (!binary.function || !launch) return false;
     int32_t steps = T;
     int64_t neurons = N;
-    void* scratch = nullptr;  // two pointers to memory of the whole launch, which `native.py` knows that it does not use
+    void* scratch = nullptr;  // two pointers to memory of the whole launch, which it does not use (`_compat.triton_function`)
     std::vector<void*> parameters;
     for (void*& address : given) parameters.push_back(&address);
     parameters.insert(parameters.end(), {&steps, &neurons});
@@ -159,10 +159,8 @@ struct Launch {
     parameters.insert(parameters.end(), {&scratch, &scratch});
     const c10::impl::VirtualGuardImpl gpus(device.type());
     void* const stream = gpus.getStreamNativeHandle(gpus.getStream(device));
-    const int error =
-        launch(binary.function, binary.programs, 1, 1, binary.threads, 1, 1, binary.shared, stream, parameters.data(), nullptr);
-    TORCH_CHECK(!error, "flexsn: CUDA refused to launch a kernel, error ", error);
-    return true;
+    // an error is Python's to meet: on a thread that has no CUDA context yet, it makes one
+    return !launch(binary.function, binary.programs, 1, 1, binary.threads, 1, 1, binary.shared, stream, parameters.data(), nullptr);
   }
 };
 
@@ -181,15 +179,22 @@ struct Door {
   std::vector<int64_t> constant;        // of the results, those through which no gradient flows
   std::vector<bool> present;            // of inputs and states: the others start at zero
   bool differentiable = false;
-  std::forward_list<Backward> backwards;
-  std::mutex adding;
+  std::vector<std::shared_ptr<const Backward>> backwards;
+  std::mutex learning;  // backwards run on several threads, without Python's lock
 
-  const Backward* known(const std::vector<bool>& needs, const variable_list& grads) {
+  std::shared_ptr<const Backward> known(const std::vector<bool>& needs, const variable_list& grads) {
     const auto same = [](bool flag, const Tensor& g) { return flag == g.defined(); };
-    const std::lock_guard<std::mutex> locked(adding);
-    for (const Backward& b : backwards)
-      if (b.needs == needs && std::equal(b.present.begin(), b.present.end(), grads.begin(), same)) return &b;
+    const std::lock_guard<std::mutex> locked(learning);
+    for (const auto& way : backwards)
+      if (way->needs == needs && std::equal(way->present.begin(), way->present.end(), grads.begin(), same)) return way;
     return nullptr;
+  }
+
+  void learn(std::shared_ptr<const Backward> way) {
+    const std::lock_guard<std::mutex> locked(learning);
+    for (auto& old : backwards)
+      if (old->needs == way->needs && old->present == way->present) return old.swap(way);  // what it held dies after the lock
+    backwards.push_back(std::move(way));
   }
 };
 
@@ -221,14 +226,15 @@ struct Made {
 
 PyObject* backward_in_python = nullptr;
 
-// `native.backward(call, saved, grads, needs)`; `saved`: None if an earlier backward freed it.
+// `doors._backward_of_door(call, saved, grads, needs)`; `saved`: None if an earlier backward freed it.
 variable_list by_python(const Call& call, const variable_list& saved, const variable_list& grads, const std::vector<bool>& needs) {
   const Locked locked;
   PyObject* const flags = PyTuple_New(needs.size());
-  for (size_t i = 0; i < needs.size(); ++i) PyTuple_SET_ITEM(flags, i, PyBool_FromLong(needs[i]));
+  for (size_t i = 0; flags && i < needs.size(); ++i) PyTuple_SET_ITEM(flags, i, PyBool_FromLong(needs[i]));
   PyObject* const kept = saved.empty() ? Py_NewRef(Py_None) : listed(saved);
   PyObject* const given = listed(grads);
-  PyObject* const found = PyObject_CallFunctionObjArgs(backward_in_python, call.python.object, kept, given, flags, nullptr);
+  const bool made = flags && kept && given;  // else there is no memory
+  PyObject* const found = made ? PyObject_CallFunctionObjArgs(backward_in_python, call.python.object, kept, given, flags, nullptr) : nullptr;
   for (PyObject* object : {flags, kept, given}) Py_XDECREF(object);
   if (!found) {
     python_error error;
@@ -278,7 +284,7 @@ struct Scan : torch::autograd::Function<Scan> {
 
   static variable_list way_back(const Call& call, const variable_list& saved, const variable_list& grads, const std::vector<bool>& needs) {
     Door& door = *call.door;
-    const Backward* const known = saved.empty() || at::GradMode::is_enabled() ? nullptr : door.known(needs, grads);
+    const auto known = saved.empty() || at::GradMode::is_enabled() ? nullptr : door.known(needs, grads);
     if (known) {
       variable_list operands;
       auto next = saved.begin();
@@ -411,9 +417,7 @@ PyObject* learn(PyObject* args) {
   PyObject *door, *needs, *present, *launch, *places;
   if (!PyArg_ParseTuple(args, "OOOOO", &door, &needs, &present, &launch, &places)) throw Raised();
   Backward way{truths(needs), truths(present), inside<std::shared_ptr<Launch>>(launch), numbers(places)};
-  Door& taught = *inside<std::shared_ptr<Door>>(door);
-  const std::lock_guard<std::mutex> locked(taught.adding);
-  taught.backwards.push_front(std::move(way));
+  inside<std::shared_ptr<Door>>(door)->learn(std::make_shared<const Backward>(std::move(way)));
   return Py_NewRef(Py_None);
 }
 
