@@ -23,7 +23,6 @@ from .errors import (
     BatchedGradientError,
     DoubleBackwardError,
     FreedGraphError,
-    OperandTypeError,
     ShapeMismatchError,
 )
 from .forward_only import WithoutGradient, no_forward_mode, refuse_forward_mode
@@ -219,7 +218,7 @@ def _backward_of_saved(
     call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], changed: bool, grads: Tensors, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """`changed`: hooks of saved tensors gave others, equal to them."""
-    _check_saved(call, rows, checkpoints)
+    rows, checkpoints = _as_saved(call, rows, checkpoints)
     if changed:
         rows, checkpoints = _unpacked(call, rows, checkpoints)
     try:
@@ -230,26 +229,27 @@ def _backward_of_saved(
         _refuse_batched_gradients(call)
 
 
-def _check_saved(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor]) -> None:
-    """Kernels take pointers: what was saved must be as it was, whatever hooks or `.data` have made of it."""
+def _as_saved(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor]) -> tuple[run.Rows, Sequence[Tensor]]:
+    """Kernels take pointers: what was saved must be as it was, whatever hooks, `.data` or a cast of a module have made of it. Other dtypes
+    are cast back."""
     i, n, step = call.num_inputs, call.num_operands, call.shapes.step
-    for k, (tensor, kind) in enumerate(zip(rows, call.kinds, strict=True)):
-        if tensor is not None and kind is not None:
-            shape = kind[0] if k >= n else (call.T, *step) if k < i else step
-            if tensor.dtype is not kind[1] or not same_shape(tensor.shape, shape):
-                raise _changed(call, tensor, shape, kind[1])
-    for tensor, dtype in zip(checkpoints, call.saved_dtypes or (), strict=True):
-        shape = (call.checkpoints, *step)
-        if tensor.dtype is not dtype or not same_shape(tensor.shape, shape):
-            raise _changed(call, tensor, shape, dtype)
-
-
-def _changed(call: run.Call, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> OperandTypeError:
-    return OperandTypeError(
-        f"had saved a {dtype} of shape {list(shape)} for its backward, which now is a {found.dtype} of shape {list(found.shape)}",
-        core=call.program.sig.core,
-        hint="What hooks of saved tensors unpack must equal what they packed, and `.data` of an operand keep its shape and dtype.",
-    )  # fmt: skip
+    kinds = [
+        None if kind is None else (kind[0] if k >= n else (call.T, *step) if k < i else step, kind[1]) for k, kind in enumerate(call.kinds)
+    ]
+    kinds += [((call.checkpoints, *step), dtype) for dtype in call.saved_dtypes or ()]
+    found: list[Tensor | None] = []
+    for tensor, kind in zip((*rows, *checkpoints), kinds, strict=True):
+        if tensor is None or kind is None:
+            found.append(None)
+        elif same_shape(tensor.shape, kind[0]):
+            found.append(tensor if tensor.dtype is kind[1] else tensor.to(kind[1]))
+        else:
+            raise ShapeMismatchError(
+                f"had saved a tensor of shape {list(kind[0])} for its backward, which now has the shape {list(tensor.shape)}",
+                core=call.program.sig.core,
+                hint="What hooks of saved tensors unpack must equal what they packed, and `.data` of an operand keep its shape.",
+            )
+    return found[: len(rows)], found[len(rows) :]  # type: ignore[return-value]  # checkpoints are there
 
 
 @launch_native.serve

@@ -13,7 +13,7 @@ from torch import nn
 
 import flexsn
 from flexsn import FlexSN, doors, launch_native, run
-from flexsn.errors import BatchedGradientError, DoubleBackwardError, FreedGraphError, OperandTypeError
+from flexsn.errors import BatchedGradientError, DoubleBackwardError, FreedGraphError, OperandTypeError, ShapeMismatchError
 
 TAU, TH = 2.0, 1.0
 on_cpu = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="of calls on a CPU")
@@ -457,31 +457,59 @@ def shrunk(t):
 
 
 @pytest.mark.parametrize("door", [True, False], ids=["door", "python"])
-@pytest.mark.parametrize("unpack", [shrunk, torch.Tensor.double, torch.Tensor.half, lambda t: t[:1], lambda t: t.reshape(-1)])
-def test_hooks_that_unpack_something_else(unpack, door, monkeypatch):
+@pytest.mark.parametrize("unpack", [shrunk, lambda t: t[:1, :2], lambda t: t.reshape(-1)])
+def test_hooks_that_unpack_another_shape(unpack, door, monkeypatch):
+    neuron, x = fresh_neuron(door, monkeypatch), torch.randn(20, 5, requires_grad=True)
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = neuron(x)
+        with pytest.raises(ShapeMismatchError, match="had saved a"):
+            y.sum().backward()
+    assert "flexsn::Scan" in y.grad_fn.name() if door else "Eager" in y.grad_fn.name()
+
+
+@pytest.mark.parametrize("door", [True, False], ids=["door", "python"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_hooks_that_unpack_another_dtype(dtype, door, monkeypatch):
+    """It is cast back; and what the first backward of a kind is given is not kept for the next."""
+    neuron, x = fresh_neuron(door, monkeypatch), torch.randn(20, 5).bfloat16().float().requires_grad_()
+    (want,) = torch.autograd.grad(FlexSN(lif_of_numbers, num_states=1, backend="torch")(x).sum(), x)
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.to(dtype) if t.shape == x.shape else t):
+            y = neuron(x)
+        for result in (y, neuron(x)):
+            assert torch.allclose(torch.autograd.grad(result.sum(), x)[0], want, atol=1e-6)
+
+
+def fresh_neuron(door, monkeypatch):
     if not door:
         monkeypatch.setattr(launch_native, "module", None)
         monkeypatch.setattr(launch_native, "wanted", lambda: False)
-    neuron, x = FlexSN(lambda x, v: lif(x, v, TAU, TH), num_states=1, stateful=False, strict=True), torch.randn(20, 5, requires_grad=True)
-    for _ in range(2):  # the first backward of a kind: what it is given must not be kept
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-            y = neuron(x)
-        with pytest.raises(OperandTypeError, match="had saved a"):
-            y.sum().backward()
-    assert "flexsn::Scan" in y.grad_fn.name() if door else "Eager" in y.grad_fn.name()
-    want = torch.autograd.grad(FlexSN(lif_of_numbers, num_states=1, backend="torch")(x).sum(), x)
-    assert torch.allclose(torch.autograd.grad(neuron(x).sum(), x)[0], want[0], atol=1e-6)
+    return FlexSN(lambda x, v: lif(x, v, TAU, TH), num_states=1, stateful=False, strict=True)
 
 
-@pytest.mark.parametrize("data", [torch.empty(0), torch.empty(20, 5, dtype=torch.float64), torch.empty(1, 5)])
-def test_data_set_before_the_backward(data):
+@pytest.mark.parametrize("shape", [(0,), (1, 5)])
+def test_data_set_before_the_backward(shape):
     neuron = neuron_of("lif")
     for _ in range(3):
         x = torch.randn(20, 5, requires_grad=True)
         y = neuron(x)
-        x.data = data
-        with pytest.raises(OperandTypeError, match="which now is a"):
+        x.data = torch.zeros(shape)
+        with pytest.raises(ShapeMismatchError, match="which now has the shape"):
             y.sum().backward()
+
+
+def test_a_module_cast_before_the_backward():
+    """Its params are other ones by then, in place: the gradients are those of the call."""
+    found = []
+    for backend in ("auto", "torch"):
+        weight = nn.Parameter(torch.tensor([0.5, 0.25, 1.5]))
+        neuron = FlexSN(lambda x, v, w: (x * w + v * v, x + v), num_states=1, params=[weight], stateful=False, backend=backend)
+        x = torch.linspace(-1, 1, 12).view(4, 3).requires_grad_()
+        y = neuron(x)
+        neuron.double()
+        found.append(torch.autograd.grad(y.square().sum(), x)[0])
+    assert torch.allclose(found[0], found[1].float())
 
 
 @on_cpu
