@@ -43,7 +43,11 @@ def built():
 
 def neuron_of(name, **options):
     core, inputs, states = CORES[name]
-    return FlexSN(core, num_inputs=inputs, num_states=states, stateful=False, strict=True, **options)
+
+    def own(*operands):  # with calls of its own, whatever other tests have called
+        return core(*operands)
+
+    return FlexSN(own, num_inputs=inputs, num_states=states, stateful=False, strict=True, **options)
 
 
 def operands(name, dtype=torch.float32, T=20, step=(3, 7)):
