@@ -148,6 +148,19 @@ def test_any_cotangents_and_any_needs():
                 assert turn == 0 or through_door(done.outputs[0])
 
 
+def test_gradients_of_some_operands_of_one_kind_of_call():
+    """The door learns a way back for each set of operands that a backward asks for."""
+    want = {}
+    for _ in range(3):
+        for asked in ("x", "v", "xv", "v", "x"):
+            operands = {"x": torch.linspace(-1, 1, 45).view(9, 5).requires_grad_(), "v": torch.linspace(0, 1, 5).requires_grad_()}
+            y = flexsn.scan(relu_mem, (operands["x"],), (operands["v"],), strict=True).outputs[0]
+            grads = torch.autograd.grad(y.square().sum(), [operands[name] for name in asked])
+            for name, grad in zip(asked, grads, strict=True):
+                assert torch.equal(grad, want.setdefault(name, grad))
+    assert through_door(y)
+
+
 def test_results_without_gradients():
     x = torch.randn(6, 4)
     for _ in range(3):
