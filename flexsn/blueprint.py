@@ -47,6 +47,7 @@ class Blueprint:
         free_dims: dims of it whose size the core does not depend on.
         forward: the core on operands as a kernel has them: of the step shape, 16-bit floats as float32.
         vjp: the core and its VJP, recorded by `differentiate`.
+        ops: of the core itself, where `absorb.py` put more before it: how long chunks are must not depend on that.
     """
 
     sig: Signature
@@ -56,6 +57,7 @@ class Blueprint:
     free_dims: frozenset[int]
     forward: Trace
     vjp: Trace | None = None
+    ops: int | None = None
     texts: dict[bool, str] = field(default_factory=dict, repr=False)  # written forms, with the VJP and without
 
     @property

@@ -48,7 +48,8 @@ class Program:
         self.prologue = _static_module(blueprint.forward, self.params, {})
         sig = self.sig
         itemsize = max(m.dtype.itemsize for m in blueprint.metas[: sig.num_inputs])
-        sizes = (sig.num_inputs, sig.num_states, len(self.graph.nodes), itemsize)
+        self.ops = blueprint.ops or len(self.graph.nodes)
+        sizes = (sig.num_inputs, sig.num_states, self.ops, itemsize)
         self.chunk, self.inference_chunk = (self.backend.chunk(*sizes, checkpoint) for checkpoint in (True, False))
         self._vjp: Vjp | None = None
         self._refused: CannotFuseError | None = None  # why there is none

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from . import _compat
+from . import _compat, absorb
 from .blueprint import Blueprint, draw
 from .capture import Meta
 from .errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
@@ -154,6 +154,7 @@ def ready() -> bool:
     if moved("torch.compile"):
         return False
     lower_to_calls(KERNEL_OPERATORS, torch.ops.flexsn.carry.default)
+    absorb.register()
     return register()
 
 

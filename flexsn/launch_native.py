@@ -133,8 +133,8 @@ def is_large(result: Tensor) -> bool:
 
 
 def launch(
-    kernel: Any, gpu: int | None, reads: Sequence[tuple[Any, int]], writes: Sequence[Tensor], present: Sequence[bool], T: int, N: int,
-    entry: tuple[Any, Any],
+    kernel: Any, gpu: int | None, reads: Sequence[tuple[Any, int]], writes: Sequence[Tensor], present: Sequence[bool], dims: Sequence[int],
+    T: int, N: int, entry: tuple[Any, Any],
 ) -> Any:  # fmt: skip
     """A launch of the extension: a kernel at given sizes, for operands and results like these.
 
@@ -142,12 +142,13 @@ def launch(
         gpu: index of the GPU, None on a CPU.
         reads: what the kernel reads, each with its place among the operands of the launch.
         present: of the kernel's arguments, which are passed.
+        dims: two sizes per param.
         entry: `kernel.entry`.
     """
     places = iter(range(len(reads) + len(writes)))
     arguments = [next(places) if there else -1 for there in present]
     kinds = [[(tuple(t.shape), t.stride(), t.dtype, place) for t, place in given] for given in (reads, [(t, 0) for t in writes])]
-    return module.launch(kernel, -1 if gpu is None else gpu, *kinds, arguments, T, N, *entry)
+    return module.launch(kernel, -1 if gpu is None else gpu, *kinds, arguments, dims, T, N, *entry)
 
 
 def renew() -> None:

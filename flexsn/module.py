@@ -203,7 +203,8 @@ class FlexSN(CoreOwner):
             if self._watchers:  # a function that was compiled without the hooks of monitors is compiled again
                 pass
             if self.stateful:
-                self.states = tuple(finals) if exported else [carry(v) for v in finals]  # no CUDA graph owns those of an export
+                carried = tuple(finals) if exported else [carry(v) for v in finals]  # no CUDA graph owns those of an export
+                object.__setattr__(self, "states", carried)  # without the guards that `nn.Module.__setattr__` takes
             elif self.states is not None:
                 self.states = None
             if sequences is not None or self.state_seqs is not None:  # PyTorch 2.11 compares no lists by `is`

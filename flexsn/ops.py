@@ -312,13 +312,12 @@ def _site_forward() -> Callable[..., list[Tensor]]:
 
     def call(program, inputs, states, params, *others) -> list[Tensor]:
         nonlocal kept
+        if kept is not None:
+            return kept.run((*inputs, *states, *params))
         given: Operands = (*inputs, *states)
-        operands = given
-        launch = kept
-        if launch is None:
-            launch, operands = _settle_forward(given, program, inputs, states, params, *others)
-            kept = launch if operands is given else None
-        return launch(operands, _by_role(params) if params else {})
+        launch, operands = _settle_forward(given, program, inputs, states, params, *others)
+        kept = launch if operands is given and _takes(launch, params) else None
+        return launch(operands, _by_role(params))
 
     return call
 
@@ -328,15 +327,19 @@ def _site_backward() -> Callable[..., list[Tensor]]:
 
     def call(program, inputs, states, params, checkpoints, cotangents, *others) -> list[Tensor]:
         nonlocal kept
+        if kept is not None:
+            return kept.run((*inputs, *states, *checkpoints, *cotangents, *params))
         given: Operands = (*inputs, *states, *checkpoints, *cotangents)
-        operands = given
-        launch = kept
-        if launch is None:
-            launch, operands = _settle_backward(given, program, inputs, states, params, checkpoints, cotangents, *others)
-            kept = launch if operands is given else None
-        return launch(operands, _by_role(params) if params else {})
+        launch, operands = _settle_backward(given, program, inputs, states, params, checkpoints, cotangents, *others)
+        kept = launch if operands is given and _takes(launch, params) else None
+        return launch(operands, _by_role(params))
 
     return call
+
+
+def _takes(launch: Launch, params: Sequence[Tensor]) -> bool:
+    """Whether it takes all of the params, in their order."""
+    return launch.params == tuple([f"p{k}" for k in range(len(params))])
 
 
 # Of each operator: the function that implements it, and what makes a site of it

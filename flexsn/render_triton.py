@@ -198,8 +198,16 @@ class _Frame:
         dims = [f"{r}_{d}" for r in self.params for d in ("inner", "count")]
         parameters = [*pointers, *dims, "T", "N", *flags(plan), "BLOCK: tl.constexpr", "AHEAD: tl.constexpr"]
         lines = ["@triton.jit", f"def {kernel_name(plan)}({', '.join(parameters)}):", *self.describe()]
-        lines += ["    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "    mask = i < N"]
-        return lines + [f"    {r} = math.param({r}_seq, i, {r}_inner, {r}_count, mask)" for r in self.params]
+        lines += ["    first = tl.program_id(0).to(tl.int64) * BLOCK", "    i = first + tl.arange(0, BLOCK)", "    mask = i < N"]
+        for before, role in zip([None, *self.params], self.params, strict=False):
+            sizes = f"first, {role}_inner, {role}_count, BLOCK"
+            if before is None:
+                lines.append(f"    {role}_at = math.index({sizes})")
+            else:
+                same = f"({role}_inner == {before}_inner) & ({role}_count == {before}_count)"
+                lines.append(f"    {role}_at = math.index_or({before}_at, {same}, {sizes})")
+            lines.append(f"    {role} = tl.load({role}_seq + {role}_at, mask=mask, other=0)")
+        return lines
 
     def describe(self) -> list[str]:
         notes = []
@@ -207,7 +215,7 @@ class _Frame:
             flag, bit = self.flag(role)
             notes.append(f"bit {bit} of `{flag}`: {role}_first is there")
         if self.params:
-            notes.append("element i of the step reads param element (i // inner) % count")
+            notes.append("neuron i reads param element (i // inner) % count")
         return [f"    # {note}" for note in notes]
 
     def flag(self, role: str) -> tuple[str, int]:

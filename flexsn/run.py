@@ -237,43 +237,56 @@ class Launch:
 
     def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:
         """Run; returns what was written, in the order of `writes`."""
+        return self.run([*operands, *[params[role] for role in self.params]] if self.params else operands)
+
+    def run(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """The same; `given`: the operands, then the params as the prologue left them, in the order of `params`."""
         if self.native is not None:
-            done = launch_native.module.run(self.native, operands)
+            done = launch_native.module.run(self.native, given)
             if done is not None:
                 return done
         if self._gpu is not None and self._gpu != _compat.current_device():
             with torch.cuda.device(self._gpu):
-                return self(operands, params)
-        dims: Sequence[int] = ()
-        if self.params:
-            operands, dims = self._with_params(operands, params)
+                return self._by_python(given)
+        return self._by_python(given)
+
+    def _by_python(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        operands, dims = self._with_indexed(given) if self.params else (given, ())
         make = self._make
         written = [make(shape, strides, dtype) for shape, strides, dtype in self._results]
         if self.T == 0:
             _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._given, operands, strict=False)))
         self._run([operands[place] for place in self._reads] + written, dims)
-        if self._entry is not None and not self.params and launch_native.wanted():
-            self._settle(operands, written)
+        if self._entry is not None and launch_native.wanted() and (given is operands or _read_where_they_lie(given, operands)):
+            self._settle(given, dims, written)
         return written
 
-    def _settle(self, operands: Sequence[Tensor | None], written: Sequence[Tensor]) -> None:
+    def _settle(self, given: Sequence[Tensor | None], dims: Sequence[int], written: Sequence[Tensor]) -> None:
         """Make the launch in C++, for operands like these, unless it is there and declined them for what they are."""
         if self.T == 0 or self.numel == 0 or (self._gpu is None and any(map(launch_native.is_large, written))):
             return
         entry = self._entry(self._present, self.T, self.numel, self._gpu)
         made_of = launch_native.generation, entry
         if made_of != self._made_of and any(entry):
-            reads = [(operands[place], place) for place in self._reads]
-            self.native = launch_native.launch(self.kernel, self._gpu, reads, written, self._present, self.T, self.numel, entry)
+            reads = [(given[place], place) for place in self._reads]
+            self.native = launch_native.launch(self.kernel, self._gpu, reads, written, self._present, dims, self.T, self.numel, entry)
             self._made_of = made_of
 
-    def _with_params(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> tuple[list[Tensor | None], list[int]]:
-        found, dims = [*operands], list[int]()
-        for role in self.params:
-            tensor, inner, count = by_index(params[role].to(self._device), self.step, self.order)  # a number may be a tensor on the CPU
-            found.append(tensor)
+    def _with_indexed(self, given: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
+        """The operands, then the params as the kernel takes them; two sizes per param."""
+        found, dims = [*given], list[int]()
+        for place in range(len(given) - len(self.params), len(given)):
+            param = given[place]
+            assert param is not None
+            found[place], inner, count = by_index(param.to(self._device), self.step, self.order)  # a number may be a tensor on the CPU
             dims += (inner, count)
         return found, dims
+
+
+def _read_where_they_lie(given: Sequence[Tensor | None], taken: Sequence[Tensor | None]) -> bool:
+    """Whether what a kernel takes is what was given, with no copy between."""
+    pairs = [(a, b) for a, b in zip(given, taken, strict=True) if a is not None and b is not None]
+    return all([a is b or (a.device == b.device and a.data_ptr() == b.data_ptr()) for a, b in pairs])
 
 
 def _copy_over_no_time(written: dict[str, Tensor], given: dict[str | None, Tensor | None]) -> None:

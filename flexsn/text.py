@@ -23,7 +23,7 @@ from .signature import Signature
 from .tape import getitem
 
 FORMAT = 2
-OPERATORS = 2  # counts the changes of what the kernel operators return
+OPERATORS = 3  # counts the changes of what the kernel operators return
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _THINGS = {kind: {n: t for n, t in vars(torch).items() if isinstance(t, of)} for kind, of in _NAMED.items()}
@@ -51,6 +51,8 @@ def write(blueprint: Blueprint, *, vjp: bool) -> str:
         "forward": _trace(blueprint.forward),
         "vjp": _trace(blueprint.vjp) if vjp and blueprint.vjp is not None else None,
     }
+    if blueprint.ops is not None:
+        data["ops"] = blueprint.ops
     return json.dumps(data, separators=(",", ":"))
 
 
@@ -128,7 +130,7 @@ def _read(data: dict[str, Any], device: torch.device) -> Blueprint:
     sig = Signature(data["core"], inputs, states, params, tuple(data["names"]))
     metas, outputs = [_read_meta(m) for m in data["metas"]], tuple(_read_meta(m) for m in data["outputs"])
     forward, vjp = _read_trace(data["forward"], device), _read_trace(data["vjp"], device) if data["vjp"] else None
-    return Blueprint(sig, metas, outputs, tuple(data["step"]), frozenset(data["free_dims"]), forward, vjp)
+    return Blueprint(sig, metas, outputs, tuple(data["step"]), frozenset(data["free_dims"]), forward, vjp, data.get("ops"))
 
 
 def _read_meta(data: list) -> Meta:

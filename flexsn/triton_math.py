@@ -63,13 +63,32 @@ def read(at, N, mask, count, L: tl.constexpr):
 
 
 @triton.jit
-def param(at, i, inner, count, mask):
-    """A param broadcasts by index: neuron i reads element (i / inner) % count."""
+def index(first, inner, count, BLOCK: tl.constexpr):
+    """A param broadcasts by index: neuron i reads element (i / inner) % count. Of the neurons from the first of a block on, in 32
+    bits where the sizes are no longer: a GPU divides those five times as fast."""
+    block = tl.arange(0, BLOCK)
     if count == 1:
-        index = i * 0
+        element = (block * 0).to(tl.int64)
+    elif (inner < 1 << 30) & (count < 1 << 30):
+        start = ((first // inner) % count).to(tl.uint32)
+        if inner == 1:
+            element = ((block.to(tl.uint32) + start) % count.to(tl.uint32)).to(tl.int64)
+        else:
+            steps = (block.to(tl.uint32) + (first % inner).to(tl.uint32)) // inner.to(tl.uint32)
+            element = ((steps + start) % count.to(tl.uint32)).to(tl.int64)
     else:
-        index = (i // inner) % count
-    return tl.load(at + index, mask=mask, other=0)
+        element = ((first + block) // inner) % count
+    return element
+
+
+@triton.jit
+def index_or(known, same, first, inner, count, BLOCK: tl.constexpr):
+    """`index` of another param, whose sizes may be the same."""
+    if same:
+        element = known
+    else:
+        element = index(first, inner, count, BLOCK)
+    return element
 
 
 @triton.jit

@@ -107,6 +107,7 @@ struct Launch {
   at::Device device = at::kCPU;
   std::vector<Array> reads, writes;
   std::vector<int64_t> arguments;  // places among reads and writes, -1 where nothing is passed
+  std::vector<int64_t> dims;       // two sizes per param
   int64_t T = 0, N = 0, made = 0;
   Run run = nullptr;  // on a CPU
   int64_t tile = 0;
@@ -138,7 +139,7 @@ struct Launch {
  private:
   bool on_cpu(const std::vector<void*>& given, bool locked) const {
     PyThreadState* const state = locked ? PyEval_SaveThread() : nullptr;
-    const bool done = !run(given.data(), nullptr, T, N, tile, threads, large);
+    const bool done = !run(given.data(), dims.data(), T, N, tile, threads, large);
     if (locked) PyEval_RestoreThread(state);
     return done;  // else there is no memory: Python tries once more, and says so
   }
@@ -154,6 +155,7 @@ struct Launch {
     void* scratch = nullptr;  // two pointers to memory of the whole launch, which it does not use (`_compat.triton_function`)
     std::vector<void*> parameters;
     for (void*& address : given) parameters.push_back(&address);
+    for (const int64_t& size : dims) parameters.push_back(const_cast<int64_t*>(&size));
     parameters.insert(parameters.end(), {&steps, &neurons});
     for (const int32_t& flag : flags) parameters.push_back(const_cast<int32_t*>(&flag));
     parameters.insert(parameters.end(), {&scratch, &scratch});
@@ -369,14 +371,14 @@ Binary binary(PyObject* object) {  // (function, programs, threads, shared), or 
   return made;
 }
 
-// launch(kernel, gpu, reads, writes, arguments, T, N, on_cpu, on_gpu): `gpu` is -1 on a CPU; `on_cpu` is
+// launch(kernel, gpu, reads, writes, arguments, dims, T, N, on_cpu, on_gpu): `gpu` is -1 on a CPU; `on_cpu` is
 // (address, tile, threads, large, allowed) there, `on_gpu` (binaries, flags) elsewhere, and the other None.
 PyObject* make_launch(PyObject* args) {
-  PyObject *kernel, *reads, *writes, *arguments, *on_cpu, *on_gpu;
+  PyObject *kernel, *reads, *writes, *arguments, *dims, *on_cpu, *on_gpu;
   int gpu;
   auto made = std::make_shared<Launch>();
-  if (!PyArg_ParseTuple(args, "OiOOOLLOO", &kernel, &gpu, &reads, &writes, &arguments, &made->T, &made->N, &on_cpu, &on_gpu)) throw Raised();
-  made->reads = all(reads, array), made->writes = all(writes, array), made->arguments = numbers(arguments);
+  if (!PyArg_ParseTuple(args, "OiOOOOLLOO", &kernel, &gpu, &reads, &writes, &arguments, &dims, &made->T, &made->N, &on_cpu, &on_gpu)) throw Raised();
+  made->reads = all(reads, array), made->writes = all(writes, array), made->arguments = numbers(arguments), made->dims = numbers(dims);
   made->made = generation, made->kernel = std::make_unique<Reference>(kernel);
   if (on_cpu != Py_None) {
     unsigned long long address;

@@ -92,15 +92,17 @@ inline void spread(const T* param, int64_t inner, int64_t count, int64_t begin, 
     for (int64_t i = 0; i < n; ++i) row[i] = load<To>(param[begin + i]);
     return;
   }
+  const int64_t once = inner * count < n ? inner * count : n;  // then it starts again
   int64_t index = (begin / inner) % count, left = inner - begin % inner;
-  for (int64_t i = 0; i < n;) {
-    const int64_t run = left < n - i ? left : n - i;
+  for (int64_t i = 0; i < once;) {
+    const int64_t run = left < once - i ? left : once - i;
     const To value = load<To>(param[index]);
     for (int64_t j = 0; j < run; ++j) row[i + j] = value;
     i += run;
     left = inner;
     index = index + 1 == count ? 0 : index + 1;
   }
+  for (int64_t i = once; i < n; i *= 2) std::memcpy(row + i, row, (i < n - i ? i : n - i) * sizeof(To));
 }
 // The first row of a state or cotangent: given, or zero.
 template <class To, class T> inline void first_row(const T* given, int64_t begin, int64_t n, To* row) {

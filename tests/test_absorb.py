@@ -1,0 +1,258 @@
+"""What a compiled network computes before a neuron, in the neuron's kernel (`absorb.py`): which chains, and that nothing else changes."""
+
+import copy
+
+import pytest
+import torch
+from cores import lif, relu_mem
+from torch import nn
+from torch._inductor.utils import fresh_cache
+
+from flexsn import FlexSN, absorb, text
+from flexsn.ops import program_from
+
+TAU, TH = 2.0, 1.0
+
+
+def lif_of_numbers(x, v):
+    return lif(x, v, TAU, TH)
+
+
+@pytest.fixture(autouse=True)
+def absorbing(monkeypatch):
+    """On every device, and what was absorbed: (program, new program or None) of each chain that was found."""
+    found = []
+    own = absorb.with_chain
+
+    def noting(program, *others):
+        found.append((program, own(program, *others)))
+        return found[-1][1]
+
+    monkeypatch.setattr(absorb, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(absorb, "with_chain", noting)
+    torch._dynamo.reset()
+    with fresh_cache():  # which knows nothing of what is set here
+        yield found
+    torch._dynamo.reset()
+
+
+def neuron(core=lif_of_numbers, states=1, **options):
+    return FlexSN(core, num_states=states, stateful=False, strict=True, **options)
+
+
+class Block(nn.Module):
+    """Convolution, batch norm, neuron, on [T, B, C, H, W]."""
+
+    def __init__(self, neuron, channels=8):
+        super().__init__()
+        self.layers, self.neuron = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)), neuron
+
+    def forward(self, x):
+        return self.neuron(self.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+
+def results(model, call, *inputs):
+    """Outputs, and gradients of inputs and parameters."""
+    model.zero_grad()
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = call(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum((y * torch.linspace(0, 1, y.numel()).view(y.shape)).sum() for y in outputs).backward()
+    return [*outputs, *[t.grad for t in (*inputs, *model.parameters())]]
+
+
+def both(model, *inputs, **options):
+    """Results of the compiled model, with what is absorbed and without."""
+    other = copy.deepcopy(model)
+    got = results(model, torch.compile(model, fullgraph=True, **options), *inputs)
+    absorb.DEVICES.clear()
+    torch._dynamo.reset()
+    return got, results(other, torch.compile(other, fullgraph=True, **options), *inputs)
+
+
+def assert_close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-12
+
+
+# --- what is absorbed -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("T", [1, 4, 40])
+def test_batch_norm(absorbing, T, train):
+    model = Block(neuron()).train(train)
+    got, want = both(model, torch.randn(T, 2, 3, 7, 5))
+    assert len(absorbing) == 2  # forward and backward
+    assert all(longer is not None for _, longer in absorbing)
+    assert torch.equal(got[0], want[0])
+    assert_close(got, want)
+
+
+def test_half_precision_is_rounded_as_eager_rounds_it(absorbing):
+    model = Block(neuron())
+    x = torch.randn(4, 2, 3, 7, 5)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        got, want = both(model, x)
+    assert len(absorbing) == 2
+    assert got[0].dtype == torch.bfloat16
+    assert torch.equal(got[0], want[0])
+
+
+class Affine(nn.Module):
+    def __init__(self, neuron, shape=(6, 1)):
+        super().__init__()
+        self.scale, self.shift, self.neuron = nn.Parameter(torch.rand(shape) + 0.5), nn.Parameter(torch.rand(shape)), neuron
+
+    def before(self, x):
+        return (x - self.shift) * self.scale / 0.75 + 0.25
+
+    def forward(self, x):
+        return self.neuron(self.before(x))
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (5,), (1, 1), (6, 5), (3, 6, 5)])
+def test_numbers_are_those_of_eager(absorbing, shape):
+    model = Affine(neuron(relu_mem), shape)
+    x = torch.randn(20, 3, 6, 5)
+    want = results(model, model, x)
+    got = results(model, torch.compile(model, fullgraph=True), x)
+    assert len(absorbing) == 2
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert_close(got, want)
+
+
+def test_params_of_the_neuron_stay_its_own(absorbing):
+    params = [nn.Parameter(torch.full((6, 1), 2.0)), nn.Parameter(torch.full((5,), 0.5))]
+    model = Affine(neuron(lif, params=params))
+    got, want = both(model, torch.randn(20, 3, 6, 5))
+    assert len(absorbing) == 2
+    assert torch.equal(got[0], want[0])
+    assert_close(got, want)
+
+
+def test_two_inputs(absorbing):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.neuron = neuron(lambda a, b, v: (a * v, v * 0.5 + b), num_inputs=2)
+
+        def forward(self, a, b):
+            return self.neuron(a * 2 - 1, -b / 3)
+
+    model, a, b = Two(), torch.randn(20, 3, 5), torch.randn(20, 3, 5)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, fullgraph=True)(a, b), model(a, b))
+    assert len(absorbing) == 2
+
+
+def test_sizes_that_change(absorbing):
+    model = Affine(neuron(relu_mem), (6, 1))
+    call = torch.compile(model, fullgraph=True, dynamic=True)
+    for T, B in ((20, 3), (4, 5), (40, 2)):
+        x = torch.randn(T, B, 6, 5)
+        assert_close(results(model, call, x), results(model, model, x))
+    assert len(absorbing) == 2
+
+
+def test_an_input_that_is_also_returned(absorbing):
+    got, want = both(Affine(neuron(lambda x, v: (x, v + x))), torch.randn(20, 3, 6, 5))
+    assert absorbing
+    assert_close(got, want)
+
+
+def test_checkpoints_do_not_depend_on_it(absorbing):
+    both(Block(neuron()), torch.randn(40, 2, 3, 7, 5))
+    for program, longer in absorbing:
+        before, after = [program_from(p, torch.device("cpu")) for p in (program, longer)]
+        assert len(after.graph.nodes) > len(before.graph.nodes)
+        assert after.chunk == before.chunk
+        assert text.read(longer, torch.device("cpu")).ops == before.ops
+
+
+def test_the_rewritten_graph_holds_no_chain(absorbing, monkeypatch):
+    graphs = []
+    own = absorb.absorb
+
+    def keeping(node):
+        own(node)
+        graphs.append({str(n.target) for n in node.graph.nodes})
+
+    monkeypatch.setattr(absorb, "absorb", keeping)
+    model = Affine(neuron())
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True)(torch.randn(4, 3, 6, 5))
+    assert len(graphs) == 1
+    assert not any(op in target for target in graphs[0] for op in ("sub", "mul", "div", "add"))
+
+
+# --- what is not ----------------------------------------------------------------------------------------------------------------
+class Before(nn.Module):
+    def __init__(self, before, **options):
+        super().__init__()
+        self.before, self.neuron = before, neuron(**options)
+
+    def forward(self, *inputs):
+        made = self.before(*inputs)
+        return (self.neuron(made), made) if self.before is read_by_another else self.neuron(made)
+
+
+def read_by_another(x):
+    return x * 2
+
+
+def of_two(x, y):
+    return x * 2 + y
+
+
+def different_at_every_step(x):
+    return x * torch.arange(1.0, 5.0).view(4, 1, 1)
+
+
+def not_arithmetic(x):
+    return x.tanh()
+
+
+def long(x):
+    for _ in range(absorb._LONGEST + 1):
+        x = x * 1.25 - 0.5
+    return x
+
+
+def of_another_dtype(x):
+    return x.double() * 2
+
+
+def merged(x):
+    return (x * 2).view(4, 15).view(4, 3, 5).transpose(1, 2)
+
+
+@pytest.mark.parametrize("before", [read_by_another, of_two, different_at_every_step, not_arithmetic, of_another_dtype, merged])
+def test_other_inputs_stay(absorbing, before):
+    model = Before(before)
+    inputs = [torch.randn(4, 3, 5) for _ in range(2 if before is of_two else 1)]
+    want = results(model, model, *inputs)
+    got = results(model, torch.compile(model, fullgraph=True), *inputs)
+    assert not absorbing
+    assert_close(got, want)
+
+
+def test_the_end_of_a_long_chain(absorbing):
+    got, want = both(Before(long), torch.randn(4, 3, 5))
+    assert all(longer is not None for _, longer in absorbing)
+    assert_close(got, want)
+
+
+def test_a_smaller_input_stays(absorbing):
+    class Broadcasting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.neuron = neuron(lambda a, b, v: (a + v, v * 0.5 + b), num_inputs=2)
+
+        def forward(self, a, b):
+            return self.neuron(a * 2, b)
+
+    got, want = both(Broadcasting(), torch.randn(4, 1, 5), torch.randn(4, 3, 5))
+    assert all(longer is None for _, longer in absorbing)
+    assert_close(got, want)
