@@ -120,7 +120,7 @@ def _chain_of(made: Any) -> tuple[Chain, Any, list[Any]] | None:
             source = node
         else:
             return None
-    if source is None or source.meta["val"].dtype != made.meta["val"].dtype:
+    if source is None or source.meta["val"].dtype != made.meta["val"].dtype or not _dense(source.meta["val"]):
         return None
     ordered = [n for n in made.graph.nodes if n in nodes]
     places = {n: At(i) for i, n in enumerate([source, *smaller, *ordered])}
@@ -160,6 +160,22 @@ def _same_at_every_step(shape: Iterable[Any], whole: Iterable[Any]) -> bool:
     sizes, dims = list(shape), list(whole)
     sizes = [1] * (len(dims) - len(sizes)) + sizes
     return sizes[:1] == [1] and all([type(n) is int and (n == 1 or n == m) for n, m in zip(sizes, dims, strict=True)])
+
+
+def _dense(value: Tensor) -> bool:
+    """Whether the kernel could read it as it lies: steps one after the other, in the order of the dims or with channels last."""
+    dims = list(range(value.dim()))
+    for order in (dims, [*dims[:1], *dims[2:], *dims[1:2]]):
+        strides, expected, inside = [], [], 1
+        for d in reversed(order):
+            n, stride = value.shape[d], value.stride(d)
+            if type(n) is not int or n != 1:
+                strides.append(stride)
+                expected.append(inside)
+            inside = inside * n
+        if _equal(strides, expected):
+            return True
+    return False
 
 
 def _known(node: Any) -> bool:

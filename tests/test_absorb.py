@@ -224,11 +224,21 @@ def of_another_dtype(x):
     return x.double() * 2
 
 
+def of_a_slice(x):
+    return x[..., ::2] * 2
+
+
+def of_batch_first(x):
+    return x.transpose(0, 1) * 2
+
+
 def merged(x):
     return (x * 2).view(4, 15).view(4, 3, 5).transpose(1, 2)
 
 
-@pytest.mark.parametrize("before", [read_by_another, of_two, different_at_every_step, not_arithmetic, of_another_dtype, merged])
+@pytest.mark.parametrize(
+    "before", [read_by_another, of_two, different_at_every_step, not_arithmetic, of_another_dtype, of_a_slice, of_batch_first, merged]
+)
 def test_other_inputs_stay(absorbing, before):
     model = Before(before)
     inputs = [torch.randn(4, 3, 5) for _ in range(2 if before is of_two else 1)]

@@ -451,12 +451,59 @@ def test_what_others_can_write_is_not_loaded(fresh):
     assert "not built yet" in launch_native.state()
 
 
-def test_learned_params_stay_in_python():
+def test_autograd_of_learned_params_stays_in_python():
     layer, x = flexsn.LIF(learn_tau=True), torch.randn(5, 4, requires_grad=True)
     for _ in range(3):
         layer.reset()
         layer(x).sum().backward()
     assert all(call.door is None for call in layer.look()[0].calls.values())
+
+
+def made_of_params(shape, order=(0, 1)):
+    """A neuron, its params of this shape, and an input whose step of shape (6, 5) lies in this order."""
+
+    def own(x, v, tau, v_th):
+        return lif(x, v, tau, v_th)
+
+    params = [nn.Parameter(torch.rand(shape) + bottom) for bottom in (1.5, 0.2)]
+    x = torch.randn(20, *[(6, 5)[d] for d in order]).permute(0, *[1 + order.index(d) for d in (0, 1)])
+    return FlexSN(own, num_states=1, params=params, stateful=False, strict=True), params, x.requires_grad_()
+
+
+def launches_of(neuron):
+    call = latest(neuron)
+    return [found[0] if isinstance(found, tuple) else found for found in call._launches.values()]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("shape", [(), (5,), (6, 1), (6, 5)])
+def test_launches_with_params(shape, order, filled):
+    neuron, params, x = made_of_params(shape, order)
+
+    def results():
+        y = neuron(x)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *params])]
+
+    want = results()
+    taken_as_they_lie = shape != (6, 5) or order == (0, 1)
+    assert [launch.native is not None for launch in launches_of(neuron)] == [taken_as_they_lie] * 2
+    for _ in range(2):
+        assert_same(results(), want)
+    with torch.no_grad():
+        params[0].mul_(1.5)
+    eager = FlexSN(lif, num_states=1, params=params, stateful=False, backend="torch")(x)
+    assert torch.equal(neuron(x), eager)
+
+
+def test_params_that_come_to_lie_otherwise():
+    neuron, params, x = made_of_params((6, 5))
+    neuron(x).sum().backward()
+    assert all(launch.native is not None for launch in launches_of(neuron))
+    for other in (torch.rand(5, 6).t(), torch.rand(12, 5)[::2], torch.rand(6, 5).double()):
+        params[0].data = other + 1.5
+        with torch.no_grad():
+            eager = FlexSN(lif, num_states=1, params=params, stateful=False, backend="torch")(x)
+            assert torch.equal(neuron(x), eager)
 
 
 def test_leaky_with_a_captured_number():
