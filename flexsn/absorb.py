@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from . import text
 from .blueprint import Blueprint
 from .capture import Meta, Trace
 from .graph import HALF
+from .interfaces import moved
 from .ops import program_from
 from .signature import Signature
 
@@ -30,6 +30,7 @@ _CAST = torch.ops.prims.convert_element_type.default
 _ARITHMETIC = [getattr(getattr(aten, op), kind) for op in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")]
 _OPS = {_CAST, aten.neg.default, *_ARITHMETIC}
 _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_FLOATS = {*HALF, torch.float32, torch.float64}
 _LONGEST = 12  # ops of a chain, which a backward computes twice
 DEVICES = {"cuda"}  # where that is faster: on a CPU, spreading params over a tile takes longer than the pass over memory
 
@@ -43,7 +44,6 @@ class At(NamedTuple):
 class Step(NamedTuple):
     op: Any
     args: tuple[Any, ...]  # numbers, and `At` for tensors
-    alpha: Any
     dtype: torch.dtype
 
 
@@ -57,11 +57,11 @@ class Chain(NamedTuple):
 # --- in the compiled graph --------------------------------------------------------------------------------------------------------
 @functools.cache
 def register() -> None:
-    """Rewrite graphs before Inductor takes them, from now on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own, of its modules
-        from torch._inductor.fx_passes.post_grad import pass_patterns  # 2.11, 2.13
-        from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern  # 2.11, 2.13
+    """Rewrite graphs before Inductor takes them, from now on; not where this PyTorch lacks a name for it."""
+    if moved("batch norms in kernels"):
+        return
+    from torch._inductor.fx_passes.post_grad import pass_patterns  # 2.11, 2.13
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern  # 2.11, 2.13
 
     for operator in (torch.ops.flexsn.forward.default, torch.ops.flexsn.backward.default):
         at_each = register_graph_pattern(CallFunctionVarArgs(operator), pass_dict=pass_patterns[-1])
@@ -77,14 +77,15 @@ def absorb(node: Any) -> None:
         chain, source, smaller = found
         device = made.meta["val"].device
         program, inputs, states, params, *others = node.args
-        longer = with_chain(program, k, chain, program_from(program, device).ops)
-        if longer is None:
+        rewritten = with_chain(program, k, chain, program_from(program, device).ops)
+        if rewritten is None:
             continue
+        longer, names = rewritten
         backward = node.target is torch.ops.flexsn.backward.default
         before, after = [list(_params(p, device, backward).values()) for p in (program, longer)]
         given = dict(zip([n.name for n in before], params, strict=True))
         with node.graph.inserting_before(node):
-            own = {_name(k, j): _without_time(q, made) for j, q in enumerate(smaller)}
+            own = {name: _without_time(q, made) for name, q in zip(names, smaller, strict=True)}
             inputs = [*inputs[:k], _as_sequence(source, made), *inputs[k + 1 :]]
         node.args = (longer, inputs, states, [(given | own)[n.name] for n in after], *others)
         _erase_unused(made)
@@ -107,13 +108,13 @@ def _chain_of(made: Any) -> tuple[Chain, Any, list[Any]] | None:
         if node in nodes or node in smaller or node is source:
             continue
         value = node.meta.get("val")
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.device != made.meta["val"].device:
+        if not isinstance(value, Tensor) or value.dtype not in _FLOATS or value.device != made.meta["val"].device:
             return None
         if not _equal(value.shape, whole):
             if value.dtype in HALF or not _same_at_every_step(value.shape, whole):
                 return None
             smaller.append(node)
-        elif node.target in _OPS and _known(node) and len(nodes) < _LONGEST:
+        elif node.target in _OPS and _of_numbers(node) and len(nodes) < _LONGEST:
             nodes.add(node)
             stack += node.all_input_nodes
         elif source is None:
@@ -124,7 +125,7 @@ def _chain_of(made: Any) -> tuple[Chain, Any, list[Any]] | None:
         return None
     ordered = [n for n in made.graph.nodes if n in nodes]
     places = {n: At(i) for i, n in enumerate([source, *smaller, *ordered])}
-    steps = [Step(n.target, tuple([places.get(a, a) for a in n.args]), n.kwargs.get("alpha", 1), n.meta["val"].dtype) for n in ordered]
+    steps = [Step(n.target, tuple([places.get(a, a) for a in n.args]), n.meta["val"].dtype) for n in ordered]
     metas = [Meta(tuple(q.meta["val"].shape[max(0, q.meta["val"].dim() - len(whole) + 1) :]), q.meta["val"].dtype) for q in smaller]
     return Chain(tuple(metas), tuple(steps)), source, smaller
 
@@ -178,9 +179,8 @@ def _dense(value: Tensor) -> bool:
     return False
 
 
-def _known(node: Any) -> bool:
-    numbers = [a for a in node.args if not isinstance(a, (fx.Node, torch.dtype))] + [node.kwargs.get("alpha", 1)]
-    return set(node.kwargs) <= {"alpha"} and all([type(n) in (int, float) for n in numbers])
+def _of_numbers(node: Any) -> bool:
+    return not node.kwargs and all([isinstance(a, (fx.Node, torch.dtype)) or type(a) in (int, float) for a in node.args])
 
 
 def _as_sequence(source: Any, made: Any) -> Any:
@@ -215,32 +215,38 @@ def _erase_unused(node: Any) -> None:
 
 
 # --- in the program ---------------------------------------------------------------------------------------------------------------
-@functools.lru_cache(512)
-def with_chain(program: str, k: int, chain: Chain, ops: int) -> str | None:
-    """The text of a program whose input `k` is made by a chain: it takes the chain's source instead, and what is smaller as further
-    params. Gradients are those of what the chain makes. None where the program does not fit."""
+def with_chain(program: str, k: int, chain: Chain, ops: int) -> tuple[str, tuple[str, ...]] | None:
+    """A program whose input `k` is made by a chain: it takes the chain's source instead, and what is smaller as further params. Its
+    gradients are those of what the chain makes.
+
+    Args:
+        ops: `Program.ops` of the program.
+
+    Returns:
+        Its text, and the names of the further params; None where the program does not fit.
+    """
     blueprint = text.read(program, torch.device("cpu"))
     step, sig = blueprint.step, blueprint.sig
     fixed = {len(step) - len(m.shape) + d: n for m in chain.smaller for d, n in enumerate(m.shape) if n != 1}
     if blueprint.metas[k].shape != step or any(d < 0 or step[d] != n for d, n in fixed.items()):
         return None
-    names = tuple([_name(k, j) for j in range(len(chain.smaller))])
+    traces = [t for t in (blueprint.forward, blueprint.vjp) if t is not None]
+    taken = {*sig.names, *[n.name for t in traces for n in t.graph.nodes]}
+    stem = f"before_{k}"
+    while any(name.startswith(stem) for name in taken):
+        stem += "_"
+    names = tuple([f"{stem}_{j}" for j in range(len(chain.smaller))])
     longer = Blueprint(
         Signature(sig.core, sig.num_inputs, sig.num_states, sig.num_params + len(names), (*sig.names, *names)),
         [*blueprint.metas, *chain.smaller], blueprint.outputs, step, blueprint.free_dims - set(fixed),
         blueprint.forward, blueprint.vjp, ops,
     )  # fmt: skip
-    for trace in (longer.forward, longer.vjp):
-        if trace is not None:
-            _put_before(trace, k, chain, names, step)
-    return text.write(longer, vjp=longer.vjp is not None)
+    for trace in traces:
+        _put_before(trace, k, chain, names, stem, step)
+    return text.write(longer, vjp=longer.vjp is not None), names
 
 
-def _name(k: int, j: int) -> str:
-    return f"before_x{k}_{j}"
-
-
-def _put_before(trace: Trace, k: int, chain: Chain, names: tuple[str, ...], step: tuple[int, ...]) -> None:
+def _put_before(trace: Trace, k: int, chain: Chain, names: tuple[str, ...], stem: str, step: tuple[int, ...]) -> None:
     """Make input `k` of a trace from what a chain makes it from."""
     graph, source = trace.graph, trace.operands[k]
     users = list(source.users)
@@ -261,18 +267,17 @@ def _put_before(trace: Trace, k: int, chain: Chain, names: tuple[str, ...], step
             values.append(add(graph.placeholder(name), name, "static", meta))
         cursor.meta["role"] = name
     trace.operands += values[1:]
-    for i, (op, args, alpha, dtype) in enumerate(chain.steps):
+    for i, (op, args, dtype) in enumerate(chain.steps):
         given = [values[a.place] if isinstance(a, At) else a for a in args]
-        name = f"made_x{k}_{i}"
+        name = f"{stem}_step_{i}"
         if op is _CAST:
             values.append(cast(given[0], dtype, name))
             continue
         with graph.inserting_after(cursor):
-            made = graph.call_function(op, tuple(given), {} if alpha == 1 else {"alpha": alpha})
-            values.append(add(made, name, "step", Meta(step, dtype)))
+            values.append(add(graph.call_function(op, tuple(given)), name, "step", Meta(step, dtype)))
     made = values[-1]
     if made.meta["val"].dtype != source.meta["val"].dtype:
-        made = cast(made, source.meta["val"].dtype, f"made_x{k}")
+        made = cast(made, source.meta["val"].dtype, f"{stem}_step")
     for user in users:
         user.replace_input_with(source, made)
     trace.returns = [made if n is source else n for n in trace.returns]

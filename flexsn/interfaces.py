@@ -109,6 +109,12 @@ INTERFACES = {
         "torch._inductor.virtualized:V",
         "torch._inductor:config.triton.cudagraphs",
     ),
+    "batch norms in kernels": (
+        "torch._inductor.fx_passes.post_grad:pass_patterns",
+        "torch._inductor.pattern_matcher:CallFunctionVarArgs",
+        "torch._inductor.pattern_matcher:register_graph_pattern",
+        "torch.fx.experimental.symbolic_shapes:statically_known_true",
+    ),
     "flexsn.lowlevel": (
         "torch._functorch.aot_autograd:aot_export_joint_simple",
         "torch._functorch.partitioners:min_cut_rematerialization_partition",

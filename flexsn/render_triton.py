@@ -198,9 +198,9 @@ class _Frame:
         dims = [f"{r}_{d}" for r in self.params for d in ("inner", "count")]
         parameters = [*pointers, *dims, "T", "N", *flags(plan), "BLOCK: tl.constexpr", "AHEAD: tl.constexpr"]
         lines = ["@triton.jit", f"def {kernel_name(plan)}({', '.join(parameters)}):", *self.describe()]
-        lines += ["    first = tl.program_id(0).to(tl.int64) * BLOCK", "    i = first + tl.arange(0, BLOCK)", "    mask = i < N"]
+        lines += ["    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "    mask = i < N"]
         for before, role in zip([None, *self.params], self.params, strict=False):
-            sizes = f"first, {role}_inner, {role}_count, BLOCK"
+            sizes = f"i, N, {role}_inner, {role}_count"
             if before is None:
                 lines.append(f"    {role}_at = math.index({sizes})")
             else:

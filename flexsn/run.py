@@ -102,7 +102,7 @@ class Call:
         launch = self._launches.get((self.differentiable, None))
         if launch is None or launch.native is None or self._taught.get(None) is launch.native:
             return
-        if self.statics or self.around is not None or not (self.whole and self._returned_whole):
+        if self.statics or launch.params or self.around is not None or not (self.whole and self._returned_whole):
             return
         saved, constant = (self.saved, self.constant) if self.differentiable else ((), ())
         self.door = launch_native.module.door(
@@ -114,7 +114,7 @@ class Call:
     def teach_door(self, needs: tuple[bool, ...], present: tuple[bool, ...], back: Pullback) -> None:
         """Walk back so in C++ from now on, if the launch does."""
         key, launch = (needs, present), back.launch
-        if self.door is None or launch is None or launch.native is None or self._taught.get(key) is launch.native:
+        if self.door is None or launch is None or launch.params or launch.native is None or self._taught.get(key) is launch.native:
             return
         launch_native.module.learn(self.door, needs, present, launch.native, [-1 if place is None else place for place in back.places])
         self._taught[key] = launch.native

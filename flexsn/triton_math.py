@@ -63,31 +63,27 @@ def read(at, N, mask, count, L: tl.constexpr):
 
 
 @triton.jit
-def index(first, inner, count, BLOCK: tl.constexpr):
-    """A param broadcasts by index: neuron i reads element (i / inner) % count. Of the neurons from the first of a block on, in 32
-    bits where the sizes are no longer: a GPU divides those five times as fast."""
-    block = tl.arange(0, BLOCK)
+def index(i, N, inner, count):
+    """A param broadcasts by index: neuron i reads element (i / inner) % count. In 32 bits where they hold N, which a GPU divides
+    several times as fast."""
     if count == 1:
-        element = (block * 0).to(tl.int64)
-    elif (inner < 1 << 30) & (count < 1 << 30):
-        start = ((first // inner) % count).to(tl.uint32)
-        if inner == 1:
-            element = ((block.to(tl.uint32) + start) % count.to(tl.uint32)).to(tl.int64)
-        else:
-            steps = (block.to(tl.uint32) + (first % inner).to(tl.uint32)) // inner.to(tl.uint32)
-            element = ((steps + start) % count.to(tl.uint32)).to(tl.int64)
+        element = i * 0
+    elif N > 1 << 31:
+        element = (i // inner) % count
+    elif inner == 1:
+        element = (i.to(tl.uint32) % count.to(tl.uint32)).to(tl.int64)
     else:
-        element = ((first + block) // inner) % count
+        element = (i.to(tl.uint32) // inner.to(tl.uint32) % count.to(tl.uint32)).to(tl.int64)
     return element
 
 
 @triton.jit
-def index_or(known, same, first, inner, count, BLOCK: tl.constexpr):
+def index_or(known, same, i, N, inner, count):
     """`index` of another param, whose sizes may be the same."""
     if same:
         element = known
     else:
-        element = index(first, inner, count, BLOCK)
+        element = index(i, N, inner, count)
     return element
 
 

@@ -29,6 +29,7 @@ def without(monkeypatch):
     interfaces.moved.cache_clear()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of a module of Inductor's
 def test_everything_is_there_in_the_versions_that_are_known():
     assert [name for names in interfaces.INTERFACES.values() for name in names if not interfaces._is_there(name)] == []
     low, high = (tuple(map(int, v.split("."))) for v in interfaces.KNOWN.split(" to "))
@@ -82,6 +83,7 @@ GPU_BUILDS = {"torch._C._cuda_getCurrentRawStream", "torch._C._cuda_getDevice", 
 PUBLIC = {"torch._check"}  # and documented
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of a module of Inductor's
 def test_private_names_are_in_the_table():
     """In every file of the package; but those without which the import fails, and those that are optional."""
     listed = {name.replace(":", ".") for names in interfaces.INTERFACES.values() for name in names}

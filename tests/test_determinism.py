@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flexsn
-from flexsn import launch_cpp
+from flexsn import launch_cpp, launch_native
 from flexsn import surrogate as surrogates
 from flexsn.backends import BACKENDS
 
@@ -103,9 +103,11 @@ def test_any_tile(tile, monkeypatch):
         return tile, *cut(self, T, N)[1:]
 
     monkeypatch.setattr(launch_cpp.Kernel, "cut", with_tile)
+    launch_native.renew()
     other = bits(adaptive)
     assert same(whole[0], other[0]) and same(whole[1], other[1]) and whole[2].equal(other[2])
-    assert len(cuts) == 2
+    assert len(set(cuts)) == 2
+    launch_native.renew()
 
 
 @pytest.mark.parametrize(("chunk", "backend"), [(1, "cpp"), (3, "cpp"), (64, "cpp"), (2, "triton")])

@@ -495,6 +495,31 @@ def test_launches_with_params(shape, order, filled):
     assert torch.equal(neuron(x), eager)
 
 
+@pytest.mark.parametrize("slope", [False, True], ids=["in the core", "in its backward alone"])
+def test_calls_whose_params_are_constants_of_the_core_have_no_door(slope):
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * torch.tensor([1.0, 2.0, 3.0])
+
+    def core(x, v):
+        v = v + (Doubled.apply(x) if slope else x * torch.tensor([1.0, 2.0, 3.0]))
+        return v * 1.0, v
+
+    neuron, eager = [FlexSN(core, num_states=1, stateful=False, backend=backend) for backend in ("auto", "torch")]
+    x = torch.randn(5, 2, 3, requires_grad=True)
+    for _ in range(4):
+        assert_same(torch.autograd.grad(neuron(x).sum(), x), torch.autograd.grad(eager(x).sum(), x))
+    assert launches_of(neuron)[-1].params
+    call = latest(neuron)
+    assert (call.door is None) == (not slope)
+    assert set(call._taught) == ({None} if slope else set())
+
+
 def test_params_that_come_to_lie_otherwise():
     neuron, params, x = made_of_params((6, 5))
     neuron(x).sum().backward()

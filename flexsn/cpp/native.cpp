@@ -123,6 +123,7 @@ struct Launch {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::vector<void*> addresses, given;
     for (const Array& array : reads) {
+      if (array.place >= static_cast<int64_t>(operands.size())) return std::nullopt;
       const Tensor& t = operands[array.place];
       if (!array.fits(t) || t.device() != device) return std::nullopt;
       addresses.push_back(const_cast<void*>(t.const_data_ptr()));
