@@ -249,13 +249,14 @@ def with_chain(program: str, k: int, chain: Chain, ops: int) -> tuple[str, tuple
 def _put_before(trace: Trace, k: int, chain: Chain, names: tuple[str, ...], stem: str, step: tuple[int, ...]) -> None:
     """Make input `k` of a trace from what a chain makes it from."""
     graph, source = trace.graph, trace.operands[k]
+    line = f"compiled graph: makes {source.meta.get('role')}"  # a comment of the kernel, where lines of the core have theirs
     users = list(source.users)
     values, cursor = [source], source
 
     def add(node: fx.Node, name: str, kind: str, meta: Meta) -> fx.Node:
         nonlocal cursor
         node.name, cursor = name, node
-        node.meta.update(kind=kind, line=None, val=torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
+        node.meta.update(kind=kind, line=line, val=torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
         return node
 
     def cast(value: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:

@@ -216,6 +216,7 @@ def test_checkpoints_do_not_depend_on_it(absorbing):
         before, after = [program_from(p, torch.device("cpu")) for p in (program, longer[0])]
         assert len(after.graph.nodes) > len(before.graph.nodes)
         assert after.chunk == before.chunk
+        assert "compiled graph: makes x" in longer[0]  # a comment of the kernel
         assert text.read(longer[0], torch.device("cpu")).ops == before.ops
 
 
