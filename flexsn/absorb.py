@@ -160,7 +160,7 @@ def _same_at_every_step(shape: Iterable[Any], whole: Iterable[Any]) -> bool:
     """Whether it broadcasts, with sizes that are numbers, and over the first dim."""
     sizes, dims = list(shape), list(whole)
     sizes = [1] * (len(dims) - len(sizes)) + sizes
-    return sizes[:1] == [1] and all([type(n) is int and (n == 1 or n == m) for n, m in zip(sizes, dims, strict=True)])
+    return sizes[:1] == [1] and all([type(n) is int and (n == 1 or _equal([n], [m])) for n, m in zip(sizes, dims, strict=True)])
 
 
 def _dense(value: Tensor) -> bool:

@@ -198,10 +198,10 @@ def test_two_inputs(absorbing):
 def test_sizes_that_change(absorbing):
     model = Affine(neuron(relu_mem), (6, 1))
     call = torch.compile(model, fullgraph=True, dynamic=True)
-    for T, B in ((20, 3), (4, 5), (40, 2)):
+    for T, B in ((20, 3), (4, 5), (40, 6)):
         x = torch.randn(T, B, 6, 5)
         assert_close(results(model, call, x), results(model, model, x))
-    assert len(absorbing) == 2
+    assert len(absorbing) == 2  # compiled once
 
 
 def test_an_input_that_is_also_returned(absorbing):
