@@ -14,7 +14,7 @@ from flexsn.ops import program_from
 TAU, TH = 2.0, 1.0
 
 
-def lif_of_numbers(x, v):
+def plain_lif(x, v):
     return lif(x, v, TAU, TH)
 
 
@@ -39,7 +39,7 @@ def absorbing(monkeypatch):
     torch._dynamo.reset()
 
 
-def neuron(core=lif_of_numbers, states=1, **options):
+def neuron(core=plain_lif, states=1, **options):
     return FlexSN(core, num_states=states, stateful=False, strict=True, **options)
 
 
