@@ -42,11 +42,13 @@ def prepare(
     transformed = _compat.functorch_active()
     differentiable = torch.is_grad_enabled() and any(_may_need_grad(t, transformed) for t in tensors)
 
-    def made(kind: type[run.Call], program: Program, shapes: Shapes, trains: bool = differentiable) -> run.Call:
+    def operands(program: Program, trains: bool) -> tuple[tuple[str, ...], tuple[Tensor | None, ...]]:
         read = program.blueprint.captured(vjp=trains)
-        given = (*inputs, *states, *params, *[captured[n] for n in read])
-        if trains and not any(_may_need_grad(t, transformed) for t in given):  # but something else that the core leads to
-            return made(kind, program, shapes, trains=False)
+        return read, (*inputs, *states, *params, *[captured[n] for n in read])
+
+    def made(kind: type[run.Call], program: Program, shapes: Shapes) -> run.Call:
+        trains = differentiable and any(_may_need_grad(t, transformed) for t in operands(program, True)[1])  # not only what leads to them
+        read, given = operands(program, trains)
         return kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
 
     if traced:

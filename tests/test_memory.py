@@ -2,8 +2,12 @@
 
 import gc
 import threading
+import weakref
 
+import pytest
 import torch
+from cores import lif
+from torch import nn
 
 import flexsn
 from flexsn import memory
@@ -74,3 +78,35 @@ def test_a_large_result_is_an_ordinary_tensor():
     y += 1.0  # in place on a result, as on any other
     y.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0) + torch.tensor([[1.0], [0.0]]))
+
+
+class Learned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tau = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x, v):
+        return lif(x, v, self.tau, 1.0)
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("backend", ["cpp", "torch", "hop"])
+def test_the_first_call_of_a_size_leaves_nothing_to_the_garbage_collector(backend, trains):
+    module, weight = flexsn.FlexSN(Learned(), num_states=1, backend=backend), torch.randn(4, 6, requires_grad=True)
+
+    def use(T, batch):
+        flexsn.reset_net(module)
+        with torch.set_grad_enabled(trains):
+            x = torch.randn(T, batch, 4) @ weight
+            y = module(x)
+        if trains:
+            y.sum().backward()
+        return weakref.ref(x), weakref.ref(y)
+
+    use(2, 2)  # PyTorch's own modules, on their first import, hold the frames of a call
+    gc.collect()
+    gc.disable()
+    try:
+        assert [ref() for sizes in ((5, 2), (5, 3), (40, 3)) for ref in use(*sizes)] == [None] * 6
+    finally:
+        gc.enable()
