@@ -28,7 +28,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from .slots import MISSING, Attributes, Child, Contents, Slot
+from .slots import MISSING, Attributes, Child, Contents, Core, Slot
 
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -197,7 +197,7 @@ class _Walker:
             self.module(path, value, place, depth)
         elif isinstance(value, functools.partial):
             self.fixed(f"{path}.func" if isinstance(value.func, nn.Module) else path, value.func, depth)
-            self.items(path, value.args, Slot(path, value, "args"), depth)
+            self.items(path, value.args, Slot(path, self.holder(value, value), "args"), depth)
             self.items(path, value.keywords, None, depth)
             self.names(f"{path}.attributes", vars(value), list(vars(value)), depth)
         elif isinstance(value, types.MethodType):
@@ -236,12 +236,19 @@ class _Walker:
 
     def attributes(self, path: str, value: Any, depth: int) -> None:
         """The class of an object, and what it holds by names."""
-        self.slot(f"{path}.type", Attributes(value), "__class__", depth + 1)
+        self.slot(f"{path}.type", self.holder(value, Attributes(value)), "__class__", depth + 1)
         namespace = getattr(value, "__dict__", None)
         if isinstance(namespace, dict):
             self.names(path, namespace, list(namespace), depth)
         for name in _slot_names(type(value)):
-            self.slot(f"{path}.{name}", Attributes(value), name, depth + 1)
+            self.slot(f"{path}.{name}", self.holder(value, Attributes(value)), name, depth + 1)
+
+    def holder(self, value: Any, own: Any) -> Any:
+        """`own`, which holds `value`, unless that is the core: what is known of a core is kept as long as the core lives."""
+        if value is self.core:
+            with contextlib.suppress(TypeError):  # it has no weak references: nothing is kept
+                return Core(weakref.ref(value))
+        return own
 
     def later(self, name: str, visit: Callable[[], None]) -> None:
         self.waiting.setdefault(name, []).append(visit)
@@ -273,14 +280,14 @@ class _Walker:
             self.names(path, values, list(values) if isinstance(values, dict) else range(len(values)), depth)
 
     def module(self, path: str, module: nn.Module, place: Slot | None, depth: int) -> None:
-        self.slot(f"{path}.type", Attributes(module), "__class__", depth + 1)
+        self.slot(f"{path}.type", self.holder(module, Attributes(module)), "__class__", depth + 1)
         self.slot(f"{path}.training", vars(module), "training", depth + 1)
         skipped = _MODULE_INTERNALS | getattr(type(module), "unread", frozenset())
         if vars(module).get("core", module) is self.core:  # the neuron of this very core, which its closure leads to
             skipped |= {"states", "state_seqs"}
         self.names(path, vars(module), [n for n in vars(module) if n not in skipped], depth)
         for name in _slot_names(type(module)):
-            self.slot(f"{path}.{name}", Attributes(module), name, depth + 1)
+            self.slot(f"{path}.{name}", self.holder(module, Attributes(module)), name, depth + 1)
         for table in (module._parameters, module._buffers, module._modules):
             self.reads.sizes.append((table, len(table)))
             if len(table) > 1:

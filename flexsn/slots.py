@@ -24,6 +24,17 @@ class Attributes:
 
 
 @dataclass(frozen=True)
+class Core:
+    """The core itself, which no place keeps alive: its attributes, or the arguments of a partial."""
+
+    ref: weakref.ref[Any]
+
+    def held(self) -> Any:
+        core = self.ref()
+        return core if isinstance(core, functools.partial) else Attributes(core)
+
+
+@dataclass(frozen=True)
 class Contents:
     """A module that its holder cannot exchange, such as the owner of a bound method: what it contains is exchanged."""
 
@@ -48,7 +59,9 @@ class Slot:
         self.get = _reader(holder, key)  # every call of a neuron reads every place: without a Python frame where that can be
 
     def set(self, value: Any) -> None:
-        if value is MISSING:
+        if isinstance(self.holder, Core):
+            Slot(self.path, self.holder.held(), self.key).set(value)
+        elif value is MISSING:
             self._clear()
         elif isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
@@ -111,6 +124,8 @@ def _reader(holder: Any, key: Any) -> Callable[[], Any]:
         return functools.partial(holder.get, MISSING)
     if isinstance(holder, Attributes):
         return functools.partial(getattr, holder.owner, key, MISSING)
+    if isinstance(holder, Core):
+        return lambda: getattr(holder.ref(), key, MISSING)
     if isinstance(holder, (types.FunctionType, functools.partial)):
         return functools.partial(getattr, holder, key)
     if isinstance(holder, Slot):

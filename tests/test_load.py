@@ -86,15 +86,54 @@ def test_a_dropped_module_dies(make):
     assert [ref() for ref in dead] == [None] * len(dead)
 
 
-@pytest.mark.parametrize("make", [Callable, executed], ids=["callable", "exec"])
-def test_a_dropped_core_dies(make):
+class Learned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x, v):
+        return scaled(self.w, x, v)
+
+
+class Slotted:
+    __slots__ = ("__weakref__", "w")
+
+    def __init__(self):
+        self.w = torch.tensor(0.5)
+
+    def __call__(self, x, v):
+        return scaled(self.w, x, v)
+
+
+class Plain(Slotted):
+    """With a `__dict__`."""
+
+
+def scaled(w, x, v):
+    v = v * w + x
+    return v * v, v
+
+
+def partial():
+    return functools.partial(scaled, nn.Parameter(torch.tensor(0.5)))
+
+
+CORES = [Callable, executed, Learned, Slotted, Plain, partial]
+
+
+@pytest.mark.parametrize("owned", [False, True], ids=["scan", "FlexSN"])
+@pytest.mark.parametrize("make", CORES, ids=[make.__name__ for make in CORES])
+def test_a_dropped_core_dies(make, owned):
     core = make()
-    for _ in range(2):
-        flexsn.scan(core, [torch.randn(4, 3)], [None], backend="cpp")
-    dead = weakref.ref(core)
-    del core
+    call = flexsn.FlexSN(core, num_inputs=1, num_states=1, stateful=False, backend="cpp") if owned else None
+    for _ in range(3):
+        x = torch.randn(4, 3, requires_grad=True)
+        y = call(x) if call else flexsn.scan(core, [x], [None], backend="cpp").outputs[0]
+        y.sum().backward()
+    dead = [weakref.ref(core), *(weakref.ref(p) for p in core.parameters())] if isinstance(core, nn.Module) else [weakref.ref(core)]
+    del core, call, x, y
     gc.collect()
-    assert dead() is None
+    assert [ref() for ref in dead] == [None] * len(dead)
 
 
 def test_a_refused_core_dies_and_its_error_is_the_same_again():
