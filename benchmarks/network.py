@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import statistics
 import sys
@@ -162,8 +163,9 @@ def check(x: Tensor) -> dict:
     return found
 
 
-def forget_workspaces() -> None:
-    """cuBLAS keeps 32 MiB for each stream it has run on: whoever comes first would pay for all."""
+def settle_memory() -> None:
+    """Nothing waits for Python's collector, and cuBLAS keeps no workspace: 32 MiB that the first to come would pay for all."""
+    gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -173,7 +175,7 @@ def prepared(name: str, x: Tensor, labels: Tensor) -> tuple[dict, Callable[[], T
     """What is known of a network before it is timed, and its training step."""
     neuron, compiled = RUNS[name]
     torch._dynamo.utils.counters.clear()
-    forget_workspaces()
+    settle_memory()
     others = torch.cuda.memory_allocated() - sum(t.untyped_storage().nbytes() for t in (x, labels))
     net = network(neuron)
     start = time.perf_counter()
@@ -183,7 +185,7 @@ def prepared(name: str, x: Tensor, labels: Tensor) -> tuple[dict, Callable[[], T
     torch.cuda.synchronize()
     first = time.perf_counter() - start
     finish_builds()
-    forget_workspaces()
+    settle_memory()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()

@@ -272,6 +272,15 @@ class StaticModule:
         graph = getattr(self.module, "__self__", None)  # `module` is the `forward` of a `GraphModule`
         return [] if graph is None else [n for n in graph.graph.nodes if n.op == "call_function"]
 
+    def passed(self, results: Sequence[str]) -> list[str] | None:
+        """Names of the operands that these results are, if nothing is computed for them."""
+        if not results:
+            return []
+        graph = self.module.__self__.graph  # type: ignore[union-attr]  # as in `nodes`
+        names = dict(zip(graph.find_nodes(op="placeholder"), self.operands, strict=False))  # constants and sums come after these
+        found = dict(zip(self.results, graph.output_node().args[0], strict=True))
+        return [names[found[role]] for role in results] if all(found[role] in names for role in results) else None
+
     def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> dict[str, Tensor]:
         if self.module is None:
             return {}

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from . import _compat, forks, launch_native, run, sharding
 from .capture import Meta
+from .compile import StaticModule
 from .errors import (
     BatchedGradientError,
     DoubleBackwardError,
@@ -71,14 +72,6 @@ def undisturbed() -> Iterator[None]:
 
 
 # --- what every door does ---------------------------------------------------------------------------------------------------
-def _named(call: run.Call, statics: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
-    if not statics:
-        return {}
-    explicit = call.program.sig.num_params
-    return {n: run.upcast(t.detach()) if k < explicit else t.detach() for k, (n, t) in enumerate(zip(call.statics, statics, strict=True))}
-
-
 def _as_rows(call: run.Call, tensors: Tensors) -> list[Tensor | None]:
     """Inputs and states as kernels take them; the rest as it is."""
     i, n, step = call.num_inputs, call.num_operands, call.shapes.step
@@ -95,9 +88,9 @@ def _forward(call: run.Call, rows: run.Rows, save: bool) -> tuple[list[Tensor], 
     """Outputs, final states, state sequences; and checkpoints. Without recording gradients."""
     n = call.num_operands
     if call.around is None:
-        return run.forward(call, rows[:n], _named(call, rows[n:]), save)
+        return run.forward(call, rows[:n], call.named(rows[n:]), save)
     with call.around():
-        return run.forward(call, rows[:n], _named(call, rows[n:]), save)
+        return run.forward(call, rows[:n], call.named(rows[n:]), save)
 
 
 def _without_gradients(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tensor]]:
@@ -123,23 +116,13 @@ def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], gra
         with undisturbed():
             return _backward(call, rows, checkpoints, grads, needs)
     n = call.num_operands
-    if call.around is None:
-        found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)
-    else:
-        with call.around():
-            found, of_statics = run.backward(call, rows[:n], _named(call, rows[n:]), checkpoints, grads, needs)
-    results = found
-    if not call.whole:
-        results = [
-            None if grad is None or kind is None else unbroadcast(grad, kind[0], 1 if k < call.num_inputs else 0)
-            for k, (grad, kind) in enumerate(zip(found, call.kinds, strict=False))
-        ]
-    if call.statics:
-        by_name = dict(zip((*call.program.sig.param_names, *call.program.vjp.captured), of_statics, strict=True))
-        for name, meta in zip(call.statics, call.kinds[n:], strict=True):
-            grad = by_name.get(name)
-            results.append(None if grad is None or meta is None else grad.to(meta[1]))
-    return results
+    with contextlib.nullcontext() if call.around is None else call.around():
+        found = run.backward(call, rows[:n], call.named(rows[n:]), checkpoints, grads, needs)
+    if call.whole:
+        return found
+    for k, (grad, kind) in enumerate(zip(found[:n], call.kinds, strict=False)):
+        found[k] = None if grad is None or kind is None else unbroadcast(grad, kind[0], 1 if k < call.num_inputs else 0)
+    return found
 
 
 def _refuse_double_backward(call: run.Call) -> None:
@@ -229,16 +212,20 @@ def _backward_of_saved(
         _refuse_batched_gradients(call)
 
 
-def _as_saved(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor]) -> tuple[run.Rows, Sequence[Tensor]]:
-    """Kernels take pointers: what was saved must be as it was, whatever hooks, `.data` or a cast of a module have made of it. Other dtypes
-    are cast back."""
+def _as_saved(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor]) -> tuple[run.Rows, list[Tensor]]:
+    """What was saved, as it was."""
     i, n, step = call.num_inputs, call.num_operands, call.shapes.step
-    kinds = [
-        None if kind is None else (kind[0] if k >= n else (call.T, *step) if k < i else step, kind[1]) for k, kind in enumerate(call.kinds)
-    ]
-    kinds += [((call.checkpoints, *step), dtype) for dtype in call.saved_dtypes or ()]
-    found: list[Tensor | None] = []
-    for tensor, kind in zip((*rows, *checkpoints), kinds, strict=True):
+    kinds = [None if kind is None else ((call.T, *step) if k < i else step, kind[1]) for k, kind in enumerate(call.kinds[:n])]
+    kinds += call.kinds[n:]
+    kept = [((call.checkpoints, *step), dtype) for dtype in call.saved_dtypes or ()]
+    return _as_it_was(call, rows, kinds), _as_it_was(call, checkpoints, kept)
+
+
+def _as_it_was(call: run.Call, tensors: Tensors, kinds: Sequence[tuple[tuple[int, ...], torch.dtype] | None]) -> list[Any]:
+    """Kernels take pointers: what was saved must be as it was, whatever hooks, `.data` or a cast of a module have made of it. Other dtypes
+    are cast back; None stays."""
+    found = list[Any]()
+    for tensor, kind in zip(tensors, kinds, strict=True):
         if tensor is None or kind is None:
             found.append(None)
         elif same_shape(tensor.shape, kind[0]):
@@ -249,10 +236,9 @@ def _as_saved(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor]) -> 
                 core=call.program.sig.core,
                 hint="What hooks of saved tensors unpack must equal what they packed, and `.data` of an operand keep its shape.",
             )
-    return found[: len(rows)], found[len(rows) :]  # type: ignore[return-value]  # checkpoints are there
+    return found
 
 
-@launch_native.serve
 @_compat.unseen_by_dynamo
 def _backward_of_door(
     call: run.Call, saved: list[Tensor] | None, grads: list[Tensor | None], needs: tuple[bool, ...]
@@ -268,6 +254,33 @@ def _backward_of_door(
     present = tuple([g is not None for g in grads])
     call.teach_door(needs, present, call.pullback(rows[: call.num_inputs], needs, present, None))
     return found
+
+
+@_compat.unseen_by_dynamo
+def _params_of_door(call: run.Call, prologue: tuple[StaticModule, tuple[str, ...]], statics: list[Tensor]) -> list[Tensor]:
+    """What a launch takes after the operands. `prologue`: and the roles of the params that it computes."""
+    if disturbed():
+        with undisturbed():
+            return _params_of_door(call, prologue, statics)
+    compute, roles = prologue
+    found = compute(_statics_by_name(call, statics))
+    return [found[role] for role in roles]
+
+
+@_compat.unseen_by_dynamo
+def _statics_of_door(call: run.Call, epilogue: run.Epilogue, statics: list[Tensor], written: list[Tensor]) -> list[Tensor | None]:
+    """Gradients of params and captured tensors, from what a launch in C++ has written."""
+    if disturbed():
+        with undisturbed():
+            return _statics_of_door(call, epilogue, statics, written)
+    return epilogue(_statics_by_name(call, statics), written)
+
+
+def _statics_by_name(call: run.Call, statics: list[Tensor]) -> dict[str, Tensor]:
+    return call.named(_as_it_was(call, statics, call.kinds[call.num_operands :]))
+
+
+launch_native.serve(_backward_of_door, _params_of_door, _statics_of_door)
 
 
 # --- under transforms ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ _MANY = 200  # launches in a process after which the build is worth it
 
 module: Any = None  # the extension, once it is loaded
 generation = 0  # of its launches: those of an earlier one decline
-_backward: Callable[..., Any] | None = None  # takes the backwards that its doors decline
+_served: tuple[Callable[..., Any], ...] = ()  # what its doors call in Python
 _asked = 0
 _builder: threading.Thread | None = None
 _failed: str | None = None
@@ -111,7 +111,7 @@ def load_built() -> None:
     assert spec is not None
     loaded = importlib.util.module_from_spec(spec)
     loader.exec_module(loaded)
-    loaded.start(_backward)
+    loaded.start(*_served)
     module = loaded
 
 
@@ -120,11 +120,11 @@ def _path() -> Path:
     return launch_cache.folder() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
 
 
-def serve(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark `backward(call, saved, grads, needs)` as what takes the backwards that doors decline."""
-    global _backward
-    _backward = backward
-    return backward
+def serve(backward: Callable[..., Any], params: Callable[..., Any], statics: Callable[..., Any]) -> None:
+    """What doors call in Python: `backward(call, saved, grads, needs)` takes the backwards that they decline, `params(call, prologue,
+    statics)` computes what a launch takes beside them, and `statics(call, epilogue, statics, written)` the gradients of statics."""
+    global _served
+    _served = backward, params, statics
 
 
 def is_large(result: Tensor) -> bool:

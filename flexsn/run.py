@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import _compat, launch_native
 from .blueprint import Shapes, rescale
-from .compile import Program
+from .compile import Program, StaticModule
 from .graph import HALF
 from .memory import allocator
 from .plan import Array, Plan
@@ -76,6 +76,13 @@ class Call:
         self.saved_dtypes: tuple[torch.dtype, ...] | None = None  # of checkpoints, from the first forward on
         self._taught: dict[Any, Any] = {}  # what the door knows: launches in C++, of the forward under None
 
+    def named(self, statics: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
+        if not statics:
+            return {}
+        explicit = self.program.sig.num_params
+        return {n: upcast(t.detach()) if k < explicit else t.detach() for k, (n, t) in enumerate(zip(self.statics, statics, strict=True))}
+
     def as_returned(self, results: list[Tensor]) -> list[Tensor]:
         """Results of the step shape at the shapes that the core returns."""
         if self._returned_whole:
@@ -102,21 +109,32 @@ class Call:
         launch = self._launches.get((self.differentiable, None))
         if launch is None or launch.native is None or self._taught.get(None) is launch.native:
             return
-        if self.statics or launch.params or self.around is not None or not (self.whole and self._returned_whole):
+        if self.around is not None or not (self.whole and self._returned_whole):
             return
         saved, constant = (self.saved, self.constant) if self.differentiable else ((), ())
         self.door = launch_native.module.door(
             launch.native, [launch.places[r] for r in self.results], [launch.places[r] for r in saved],
-            [k for k, flag in enumerate(constant) if flag], [kind is not None for kind in self.kinds], self.differentiable,
+            [k for k, flag in enumerate(constant) if flag], [kind is not None for kind in self.kinds], self.num_operands,
+            self._params(self.program.prologue, launch.params), self.differentiable,
         )  # fmt: skip
         self._taught = {None: launch.native}
+
+    def _params(self, prologue: StaticModule, roles: tuple[str, ...]) -> tuple[list[int], Any]:
+        """Where a door gets the params of a launch: which of the statics they are, or the prologue to run and what it computes."""
+        names = prologue.passed(roles)
+        places = [self.statics.index(name) for name in names or ()]
+        cast = any([p < self.program.sig.num_params and self.kinds[self.num_operands + p][1] in HALF for p in places])  # type: ignore[index]  # statics are there
+        return (places, None) if names is not None and not cast else ([], (prologue, roles))
 
     def teach_door(self, needs: tuple[bool, ...], present: tuple[bool, ...], back: Pullback) -> None:
         """Walk back so in C++ from now on, if the launch does."""
         key, launch = (needs, present), back.launch
-        if self.door is None or launch is None or launch.params or launch.native is None or self._taught.get(key) is launch.native:
+        if self.door is None or launch is None or launch.native is None or self._taught.get(key) is launch.native:
             return
-        launch_native.module.learn(self.door, needs, present, launch.native, [-1 if place is None else place for place in back.places])
+        launch_native.module.learn(
+            self.door, needs, present, launch.native, [-1 if place is None else place for place in back.places],
+            self._params(back.prologue, launch.params), back.epilogue,
+        )  # fmt: skip
         self._taught[key] = launch.native
 
     @functools.cached_property
@@ -177,8 +195,38 @@ class Call:
             runs = bool(given and launch.writes)  # else no operand that needs a gradient has one
             leading = tuple([0 if r[0] == "v" else 1 for r in results])
             prologue = self.program.vjp.prologue_of(launch.params) if runs else None
-            found = self._pullbacks[key] = Pullback(launch if runs else None, prologue, given, leading, places, statics, sums)
+            after = self._epilogue(launch, statics, given, sums) if runs and any(statics) else None
+            found = self._pullbacks[key] = Pullback(launch if runs else None, prologue, given, leading, places, after)
         return found
+
+    def _epilogue(self, launch: Any, wanted: tuple[bool, ...], given: tuple[str, ...], sums: dict[str, tuple[int, ...]]) -> Epilogue:
+        vjp = self.program.vjp
+        names = (*self.program.sig.param_names, *vjp.captured)
+        results = {name: str(k) for k, (name, asked) in enumerate(zip(names, wanted, strict=True)) if asked}
+        dtypes = [kind[1] for kind in self.kinds[self.num_operands :] if kind is not None]  # none is absent
+        return Epilogue(
+            vjp.epilogue(wanted, given)[0], [(launch.places[role], shape) for role, shape in sums.items()],
+            [(results.get(name), dtype) for name, dtype in zip(self.statics, dtypes, strict=True)],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """From what the launch of a way back has written, the gradients of params and captured tensors.
+
+    Attributes:
+        module: computes them.
+        sums: where the sums over time lie that it takes, and at which shapes.
+        results: of each static, which of the module's results is its gradient, if any, and its dtype.
+    """
+
+    module: StaticModule
+    sums: list[tuple[int, tuple[int, ...]]]
+    results: list[tuple[str | None, torch.dtype]]
+
+    def __call__(self, statics: dict[str, Tensor], written: Sequence[Tensor]) -> list[Tensor | None]:
+        found = self.module(statics, [unbroadcast(written[place], shape, 0) for place, shape in self.sums])
+        return [None if key is None or (grad := found.get(key)) is None else grad.to(dtype) for key, dtype in self.results]
 
 
 @dataclass(frozen=True)
@@ -191,8 +239,7 @@ class Pullback:
         given: roles of the cotangents that are there.
         leading: of each, dims in front of the step.
         places: of the gradient of every input and state in what the launch writes; None where there is none.
-        statics: which of them need a gradient, in the order of the VJP.
-        sums: step shapes of the sums over time (`gp*`) that the epilogue takes.
+        epilogue: gives the gradients of params and captured tensors; None if none is needed.
     """
 
     launch: Any
@@ -200,8 +247,7 @@ class Pullback:
     given: tuple[str, ...]
     leading: tuple[int, ...]
     places: tuple[int | None, ...]
-    statics: tuple[bool, ...]
-    sums: dict[str, tuple[int, ...]]
+    epilogue: Epilogue | None
 
 
 class Launch:
@@ -336,7 +382,7 @@ def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) 
 def backward(
     call: Call, operands: Rows, statics: dict[str, Tensor], checkpoints: Sequence[Tensor],
     cotangents: Sequence[Tensor | None], needs: Sequence[bool],
-) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+) -> list[Tensor | None]:  # fmt: skip
     """Walk back over all T steps.
 
     Args:
@@ -346,22 +392,17 @@ def backward(
         needs: which operands and statics need a gradient.
 
     Returns:
-        Gradients of inputs and initial states, at the step shape, and of the statics, in the order of the VJP.
+        Gradients of inputs and initial states, at the step shape, then of the statics.
     """
-    vjp, step, order = call.program.vjp, call.shapes.step, memory_order(operands[0])
+    step, order = call.shapes.step, memory_order(operands[0])
     back = call.pullback(operands[: call.num_inputs], needs, tuple([g is not None for g in cotangents]), order)
     launch = back.launch
-    none: list[Tensor | None] = [None] * len(back.statics)
     if launch is None:
-        return [None] * call.num_operands, none
+        return [None] * len(call.kinds)
     grads = [widen(g, step, leading, order) for g, leading in zip([g for g in cotangents if g is not None], back.leading, strict=True)]
     written = launch((*operands, *checkpoints, *grads), back.prologue(statics) if launch.params else {})
-    found = [None if place is None else written[place] for place in back.places]
-    if not any(back.statics):
-        return found, none
-    sums = [unbroadcast(written[launch.places[role]], shape, 0) for role, shape in back.sums.items()]
-    of_statics = vjp.epilogue(back.statics, back.given)[0](statics, sums)
-    return found, [of_statics.get(str(k)) for k in range(len(back.statics))]
+    of_statics = [None] * len(call.statics) if back.epilogue is None else back.epilogue(statics, written)
+    return [*[None if place is None else written[place] for place in back.places], *of_statics]
 
 
 def upcast(tensor: Tensor) -> Tensor:

@@ -33,7 +33,31 @@ def counting(x, n):
     return (x * x + n), n
 
 
+class Learned(nn.Module):
+    """Params that the kernel takes as they are, of shape [1, 7] and []."""
+
+    def __init__(self):
+        super().__init__()
+        self.tau, self.v_th = nn.Parameter(torch.linspace(1.5, 3.0, 7).view(1, 7)), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x, v):
+        return lif(x, v, self.tau, self.v_th)
+
+
+class Computed(nn.Module):
+    """Params that are computed before the kernel, gradients that are computed after it, and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.shift = nn.Parameter(torch.linspace(-1.0, 1.0, 7)), nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, x, v):
+        s, v = lif(x + self.shift * torch.linspace(0.5, 1.5, 7), v, 1.0 + self.w.exp(), 1.0)
+        return s, v * self.w.sigmoid()
+
+
 CORES = {"lif": (lif_of_numbers, 1, 1), "two": (adlif_of_numbers, 2, 2), "exact": (relu_mem, 1, 1), "counting": (counting, 1, 1)}
+LEARNED = {"learned": Learned, "computed": Computed}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,6 +66,8 @@ def built():
 
 
 def neuron_of(name, **options):
+    if name in LEARNED:
+        return FlexSN(LEARNED[name](), num_states=1, stateful=False, strict=True, **options)
     core, inputs, states = CORES[name]
 
     def own(*operands):  # with calls of its own, whatever other tests have called
@@ -51,7 +77,7 @@ def neuron_of(name, **options):
 
 
 def operands(name, dtype=torch.float32, T=20, step=(3, 7)):
-    return [(torch.randn(T, *step) + 0.5).to(dtype).requires_grad_() for _ in range(CORES[name][1])]
+    return [(torch.randn(T, *step) + 0.5).to(dtype).requires_grad_() for _ in range(2 if name == "two" else 1)]
 
 
 def through_door(result):
@@ -64,14 +90,14 @@ def latest(neuron):
 
 
 def everything(neuron, xs, seed=0):
-    """Outputs, states and the gradients of inputs, from cotangents of all."""
+    """Outputs, states and the gradients of inputs and parameters, from cotangents of all."""
     ys = neuron(*xs)
     ys = list(ys) if isinstance(ys, tuple) else [ys]
     trail = neuron.state_seqs or []
     roots = [y for y in (*ys, *trail) if y.requires_grad]
     generator = torch.Generator("cpu").manual_seed(seed)
     cotangents = [torch.randn(y.shape, generator=generator, device="cpu").to(y) for y in roots]
-    grads = torch.autograd.grad(roots, xs, cotangents, allow_unused=True)
+    grads = torch.autograd.grad(roots, [*xs, *neuron.parameters()], cotangents, allow_unused=True)
     return ys, [*ys, *trail], grads
 
 
@@ -91,7 +117,7 @@ def filled():
 # --- the same as Python ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("sequences", [False, True], ids=["finals", "sequences"])
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", [*CORES, *LEARNED])
 def test_same_bits_as_python(name, sequences, dtype, filled):
     for T in (1, 3, 16, 40):
         xs, neuron = operands(name, dtype, T), neuron_of(name, store_state_seqs=sequences)
@@ -104,7 +130,7 @@ def test_same_bits_as_python(name, sequences, dtype, filled):
             assert_same(grads, want_grads)
 
 
-@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("name", [*CORES, *LEARNED])
 def test_inference(name, filled):
     xs, neuron = operands(name), neuron_of(name)
     with torch.no_grad():
@@ -159,6 +185,69 @@ def test_gradients_of_some_operands_of_one_kind_of_call():
             for name, grad in zip(asked, grads, strict=True):
                 assert torch.equal(grad, want.setdefault(name, grad))
     assert through_door(y)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients_of_some_parameters(name):
+    neuron, x = neuron_of(name), torch.randn(9, 3, 7, requires_grad=True)
+    named = {"x": x, **dict(neuron.named_parameters())}
+    want = {}
+    for _ in range(3):
+        for asked in (["x"], [*named], *([n] for n in named), [*named][1:]):
+            y = neuron(x)
+            for found, grad in zip(asked, torch.autograd.grad(y.square().sum(), [named[n] for n in asked]), strict=True):
+                assert torch.equal(grad, want.setdefault(found, grad))
+    assert through_door(y)
+    eager = FlexSN(neuron.core, num_states=1, stateful=False, backend="torch")(x)
+    for grad, wanted in zip(torch.autograd.grad(eager.square().sum(), list(named.values())), want.values(), strict=True):
+        torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_params_change_between_calls(name):
+    neuron, x = neuron_of(name), torch.randn(9, 3, 7, requires_grad=True)
+    eager = FlexSN(neuron.core, num_states=1, stateful=False, backend="torch")
+    for _ in range(4):
+        ys, _, grads = everything(neuron, [x])
+        _, want, want_grads = everything(eager, [x])
+        assert torch.equal(ys[0], want[0])
+        for grad, wanted in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(grad, wanted)
+        with torch.no_grad():
+            for parameter in neuron.parameters():
+                parameter.mul_(1.25)
+    assert through_door(ys[0])
+
+
+def test_params_of_half_precision_are_computed_in_single():
+    """A param that the core takes is cast before the kernel: no door may pass it on as it is."""
+    weight, x = (
+        nn.Parameter(torch.tensor([0.3, 1.7, 2.1], dtype=torch.bfloat16)),
+        torch.randn(5, 3, dtype=torch.bfloat16, requires_grad=True),
+    )
+    neuron, eager = [
+        FlexSN(lambda x, v, w: (x * w + v, v * w + x), num_states=1, params=[weight], stateful=False, backend=backend)
+        for backend in ("auto", "torch")
+    ]
+    for _ in range(4):
+        y = neuron(x)
+        grads = torch.autograd.grad(y.float().square().sum(), [x, weight])
+    want = eager(x)
+    assert through_door(y) and torch.equal(y, want)
+    for grad, wanted in zip(grads, torch.autograd.grad(want.float().square().sum(), [x, weight]), strict=True):
+        assert grad.dtype is wanted.dtype is torch.bfloat16
+        torch.testing.assert_close(grad, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_backward_under_autocast(name):
+    neuron, x = neuron_of(name), torch.randn(9, 3, 7, requires_grad=True)
+    wanted = [x, *neuron.parameters()]
+    for _ in range(3):
+        want = torch.autograd.grad(neuron(x).square().sum(), wanted)
+    y = neuron(x)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        assert_same(torch.autograd.grad(y.square().sum(), wanted), want)
 
 
 def test_results_without_gradients():
@@ -276,9 +365,9 @@ def test_nothing_to_run(T, step):
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def recorded():
-    neuron, x = neuron_of("lif"), torch.randn(8, 4, requires_grad=True)
+@pytest.fixture(params=["lif", *LEARNED])
+def recorded(request):
+    neuron, x = neuron_of(request.param), torch.randn(8, 3, 7, requires_grad=True)
     for _ in range(3):
         neuron(x).sum().backward()
     y = neuron(x)
@@ -312,6 +401,15 @@ def test_a_write_into_what_was_saved(recorded):
         x.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_write_into_a_parameter(recorded):
+    neuron, _, y = recorded
+    for parameter in neuron.parameters():
+        with torch.no_grad():
+            parameter.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward(retain_graph=True)
 
 
 def test_freed_memory_is_no_operand(recorded):
@@ -349,18 +447,16 @@ def test_compiled_autograd(recorded):
 
 
 # --- lives ------------------------------------------------------------------------------------------------------------------------
-def test_nothing_is_left_of_a_neuron():
-    def core(x, v):
-        return x * 0.5 + v, v + x
-
-    neuron, x = FlexSN(core, num_states=1, stateful=False), torch.randn(4, 3, requires_grad=True)
+@pytest.mark.parametrize("name", ["lif", *LEARNED])
+def test_nothing_is_left_of_a_neuron(name):
+    neuron, x = neuron_of(name), torch.randn(4, 3, 7, requires_grad=True)
     for _ in range(3):
         y = neuron(x)
         y.sum().backward()
     call = latest(neuron)
     seen = weakref.ref(call)
     assert call.door is not None
-    del neuron, call, core
+    del neuron, call
     gc.collect()
     assert seen() is not None  # the graph of `y` has it
     del y
@@ -451,14 +547,6 @@ def test_what_others_can_write_is_not_loaded(fresh):
     assert "not built yet" in launch_native.state()
 
 
-def test_autograd_of_learned_params_stays_in_python():
-    layer, x = flexsn.LIF(learn_tau=True), torch.randn(5, 4, requires_grad=True)
-    for _ in range(3):
-        layer.reset()
-        layer(x).sum().backward()
-    assert all(call.door is None for call in layer.look()[0].calls.values())
-
-
 def made_of_params(shape, order=(0, 1)):
     """A neuron, its params of this shape, and an input whose step of shape (6, 5) lies in this order."""
 
@@ -496,7 +584,7 @@ def test_launches_with_params(shape, order, filled):
 
 
 @pytest.mark.parametrize("slope", [False, True], ids=["in the core", "in its backward alone"])
-def test_calls_whose_params_are_constants_of_the_core_have_no_door(slope):
+def test_constants_of_a_core(slope):
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -513,11 +601,9 @@ def test_calls_whose_params_are_constants_of_the_core_have_no_door(slope):
     neuron, eager = [FlexSN(core, num_states=1, stateful=False, backend=backend) for backend in ("auto", "torch")]
     x = torch.randn(5, 2, 3, requires_grad=True)
     for _ in range(4):
-        assert_same(torch.autograd.grad(neuron(x).sum(), x), torch.autograd.grad(eager(x).sum(), x))
-    assert launches_of(neuron)[-1].params
-    call = latest(neuron)
-    assert (call.door is None) == (not slope)
-    assert set(call._taught) == ({None} if slope else set())
+        y = neuron(x)
+        assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(eager(x).sum(), x))
+    assert launches_of(neuron)[-1].params and through_door(y) and len(latest(neuron)._taught) == 2
 
 
 def test_params_that_come_to_lie_otherwise():
@@ -568,6 +654,26 @@ def test_hooks_that_unpack_another_dtype(dtype, door, monkeypatch):
             y = neuron(x)
         for result in (y, neuron(x)):
             assert torch.allclose(torch.autograd.grad(result.sum(), x)[0], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("unpack", [lambda t: t.double(), lambda t: t.expand(2, *t.shape)], ids=["dtype", "shape"])
+def test_hooks_that_unpack_other_params(name, unpack):
+    neuron, x = neuron_of(name), torch.randn(9, 3, 7, requires_grad=True)
+    want = everything(neuron, [x])[2]
+    shapes = {p.shape for p in neuron.parameters()}
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpack(t) if t.shape in shapes else t):
+            y = neuron(x)
+        if unpack(x).shape == x.shape:
+            generator = torch.Generator("cpu").manual_seed(0)
+            cotangent = torch.randn(y.shape, generator=generator, device="cpu").to(y)
+            assert_same(torch.autograd.grad(y, [x, *neuron.parameters()], cotangent), want)
+        else:
+            with pytest.raises(ShapeMismatchError, match="had saved a"):
+                y.sum().backward()
+        everything(neuron, [x])
+    assert through_door(y)
 
 
 def fresh_neuron(door, monkeypatch):

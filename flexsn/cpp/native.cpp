@@ -16,6 +16,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <memory>
@@ -70,6 +71,14 @@ PyObject* listed(const variable_list& values) {
 // --- launches ---------------------------------------------------------------------------------------------------------------
 std::atomic<int64_t> generation{0};  // launches of an earlier one decline
 
+// Whether a pointer leads to what a tensor means.
+bool is_plain(const Tensor& t) {
+  static constexpr c10::DispatchKeySet special({
+      c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched,
+      c10::DispatchKey::Functionalize, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  return t.defined() && !t.key_set().has_any(special) && t.layout() == at::kStrided;
+}
+
 struct Array {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
@@ -78,10 +87,7 @@ struct Array {
 
   // Whether a kernel can read the tensor in its place as it is.
   bool fits(const Tensor& t) const {
-    static constexpr c10::DispatchKeySet special({
-        c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched,
-        c10::DispatchKey::Functionalize, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
-    if (!t.defined() || t.key_set().has_any(special) || t.layout() != at::kStrided || t.scalar_type() != dtype) return false;
+    if (!is_plain(t) || t.scalar_type() != dtype) return false;
     if (t.sizes() != at::IntArrayRef(sizes) || !(dense ? t.is_contiguous() : lies_so(t.strides()))) return false;
     return t.has_storage() && t.const_data_ptr();
   }
@@ -167,12 +173,50 @@ struct Launch {
   }
 };
 
+// --- what Python is asked for -----------------------------------------------------------------------------------------------
+struct {
+  PyObject *backward, *params, *statics;  // of `doors.py`
+} python;
+
+// What a function makes of a call and more; the references to the latter, made under Python's lock, are dropped.
+template <size_t n>
+variable_list ask(PyObject* function, PyObject* call, const std::array<PyObject*, n>& more) {
+  std::array<PyObject*, n + 1> arguments{call};
+  std::copy(more.begin(), more.end(), arguments.begin() + 1);
+  const bool made = std::find(more.begin(), more.end(), nullptr) == more.end();  // else there is no memory
+  PyObject* const found = made ? PyObject_Vectorcall(function, arguments.data(), n + 1, nullptr) : nullptr;
+  for (PyObject* object : more) Py_XDECREF(object);
+  if (!found) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  variable_list values = *tensors(found);
+  Py_DECREF(found);
+  return values;
+}
+
+// The params of a launch: statics (params and captured tensors of a call) as they are, or what a prologue computes from them.
+struct Params {
+  std::vector<int64_t> places;
+  std::unique_ptr<Reference> prologue;  // for `doors._params_of_door(call, prologue, statics)`; null if there is none
+
+  void append_to(variable_list& operands, PyObject* call, const variable_list& statics) const {
+    for (const int64_t place : places) operands.push_back(statics[place]);
+    if (!prologue) return;
+    const Locked locked;
+    for (Tensor& param : ask<2>(python.params, call, {Py_NewRef(prologue->object), listed(statics)})) operands.push_back(std::move(param));
+  }
+};
+
 // --- the autograd formula ---------------------------------------------------------------------------------------------------
 // The way back for some needs, from the cotangents that are present.
 struct Backward {
   std::vector<bool> needs, present;
-  std::shared_ptr<Launch> launch;  // takes inputs, states, checkpoints and the cotangents that are there
-  std::vector<int64_t> places;     // of each operand's gradient in what it writes, -1 where there is none
+  std::shared_ptr<Launch> launch;  // takes inputs, states, checkpoints, the cotangents that are there, and params
+  std::vector<int64_t> places;     // of the gradient of each input and state in what it writes, -1 where there is none
+  Params params;
+  std::unique_ptr<Reference> statics;  // for `doors._statics_of_door`; null if none of them needs a gradient
 };
 
 // Calls of one kind.
@@ -180,7 +224,9 @@ struct Door {
   std::shared_ptr<Launch> forward;
   std::vector<int64_t> results, saved;  // places in what it writes
   std::vector<int64_t> constant;        // of the results, those through which no gradient flows
-  std::vector<bool> present;            // of inputs and states: the others start at zero
+  std::vector<bool> present;            // of inputs, states and statics (params and captured tensors): the others start at zero
+  int64_t rows = 0;                     // how many are inputs and states
+  Params params;                        // of the forward
   bool differentiable = false;
   std::vector<std::shared_ptr<const Backward>> backwards;
   std::mutex learning;  // backwards run on several threads, without Python's lock
@@ -227,26 +273,12 @@ struct Made {
   const variable_list& written;
 };
 
-PyObject* backward_in_python = nullptr;
-
 // `doors._backward_of_door(call, saved, grads, needs)`; `saved`: None if an earlier backward freed it.
 variable_list by_python(const Call& call, const variable_list& saved, const variable_list& grads, const std::vector<bool>& needs) {
   const Locked locked;
   PyObject* const flags = PyTuple_New(needs.size());
   for (size_t i = 0; flags && i < needs.size(); ++i) PyTuple_SET_ITEM(flags, i, PyBool_FromLong(needs[i]));
-  PyObject* const kept = saved.empty() ? Py_NewRef(Py_None) : listed(saved);
-  PyObject* const given = listed(grads);
-  const bool made = flags && kept && given;  // else there is no memory
-  PyObject* const found = made ? PyObject_CallFunctionObjArgs(backward_in_python, call.python.object, kept, given, flags, nullptr) : nullptr;
-  for (PyObject* object : {flags, kept, given}) Py_XDECREF(object);
-  if (!found) {
-    python_error error;
-    error.persist();
-    throw error;
-  }
-  variable_list gradients = *tensors(found);
-  Py_DECREF(found);
-  return gradients;
+  return ask<3>(python.backward, call.python.object, {saved.empty() ? Py_NewRef(Py_None) : listed(saved), listed(grads), flags});
 }
 
 struct Scan : torch::autograd::Function<Scan> {
@@ -286,29 +318,46 @@ struct Scan : torch::autograd::Function<Scan> {
   }
 
   static variable_list way_back(const Call& call, const variable_list& saved, const variable_list& grads, const std::vector<bool>& needs) {
-    Door& door = *call.door;
-    const auto known = saved.empty() || at::GradMode::is_enabled() ? nullptr : door.known(needs, grads);
-    if (known) {
-      variable_list operands;
-      auto next = saved.begin();
-      for (const bool there : door.present) operands.push_back(there ? *next++ : Tensor());
-      operands.insert(operands.end(), next, saved.end());
-      for (const Tensor& g : grads)
-        if (g.defined()) operands.push_back(g);
-      if (const auto written = (*known->launch)(operands, false)) return picked(*written, known->places);
-    }
+    const bool usual = std::all_of(saved.begin(), saved.end(), is_plain) && !saved.empty() && !at::GradMode::is_enabled();
+    const auto known = usual ? call.door->known(needs, grads) : nullptr;
+    if (known)
+      if (auto found = by_kernel(*known, call, saved, grads)) return *found;
     return by_python(call, saved, grads, needs);
+  }
+
+  static std::optional<variable_list> by_kernel(const Backward& way, const Call& call, const variable_list& saved, const variable_list& grads) {
+    const Door& door = *call.door;
+    variable_list operands, statics;
+    auto next = saved.begin();
+    for (size_t i = 0; i < door.present.size(); ++i)
+      (i < static_cast<size_t>(door.rows) ? operands : statics).push_back(door.present[i] ? *next++ : Tensor());
+    operands.insert(operands.end(), next, saved.end());
+    for (const Tensor& g : grads)
+      if (g.defined()) operands.push_back(g);
+    way.params.append_to(operands, call.python.object, statics);
+    const auto written = (*way.launch)(operands, false);
+    if (!written) return std::nullopt;
+    variable_list found = picked(*written, way.places), of_statics(statics.size());
+    if (way.statics) {
+      const Locked locked;
+      of_statics = ask<3>(python.statics, call.python.object, {Py_NewRef(way.statics->object), listed(statics), listed(*written)});
+    }
+    found.insert(found.end(), of_statics.begin(), of_statics.end());
+    return found;
   }
 };
 
 // Results of a call; nothing if the door declines.
 std::optional<variable_list> through(const std::shared_ptr<Door>& door, PyObject* call, const variable_list& operands) {
+  if (operands.size() != door->present.size()) return std::nullopt;
   variable_list present;
   for (const Tensor& t : operands) {
     if (door->differentiable && t.defined() && t.is_inference()) return std::nullopt;  // autograd saves none
     if (t.defined()) present.push_back(t);
   }
-  const auto written = (*door->forward)(operands, true);
+  variable_list given(operands.begin(), operands.begin() + door->rows);
+  door->params.append_to(given, call, {operands.begin() + door->rows, operands.end()});
+  const auto written = (*door->forward)(given, true);
   if (!written) return std::nullopt;
   if (!door->differentiable) return picked(*written, door->results);
   Made made{std::make_unique<Call>(call, door), *written};
@@ -347,7 +396,15 @@ auto all(PyObject* sequence, F each) {
   return found;
 }
 
+std::unique_ptr<Reference> reference(PyObject* object) { return object == Py_None ? nullptr : std::make_unique<Reference>(object); }
+
 std::vector<int64_t> numbers(PyObject* sequence) { return all(sequence, number); }
+
+Params params_of(PyObject* object) {  // (places, prologue or None)
+  PyObject *places, *prologue;
+  if (!PyArg_ParseTuple(object, "OO", &places, &prologue)) throw Raised();
+  return {numbers(places), reference(prologue)};
+}
 
 std::vector<bool> truths(PyObject* sequence) {
   return all(sequence, [](PyObject* o) { return PyObject_IsTrue(o) == 1; });
@@ -404,22 +461,22 @@ PyObject* run_launch(PyObject* args) {
   return written ? listed(*written) : Py_NewRef(Py_None);
 }
 
-// door(launch, results, saved, constant, present, differentiable)
+// door(launch, results, saved, constant, present, rows, params, differentiable)
 PyObject* make_door(PyObject* args) {
-  PyObject *launch, *results, *saved, *constant, *present;
+  PyObject *launch, *results, *saved, *constant, *present, *params;
   int differentiable;
-  if (!PyArg_ParseTuple(args, "OOOOOp", &launch, &results, &saved, &constant, &present, &differentiable)) throw Raised();
   auto made = std::make_shared<Door>();
+  if (!PyArg_ParseTuple(args, "OOOOOLOp", &launch, &results, &saved, &constant, &present, &made->rows, &params, &differentiable)) throw Raised();
   made->forward = inside<std::shared_ptr<Launch>>(launch), made->results = numbers(results), made->saved = numbers(saved);
-  made->constant = numbers(constant), made->present = truths(present), made->differentiable = differentiable;
+  made->constant = numbers(constant), made->present = truths(present), made->params = params_of(params), made->differentiable = differentiable;
   return capsule(std::make_unique<std::shared_ptr<Door>>(std::move(made)));
 }
 
-// learn(door, needs, present, launch, places): a way back
+// learn(door, needs, present, launch, places, params, statics): a way back
 PyObject* learn(PyObject* args) {
-  PyObject *door, *needs, *present, *launch, *places;
-  if (!PyArg_ParseTuple(args, "OOOOO", &door, &needs, &present, &launch, &places)) throw Raised();
-  Backward way{truths(needs), truths(present), inside<std::shared_ptr<Launch>>(launch), numbers(places)};
+  PyObject *door, *needs, *present, *launch, *places, *params, *statics;
+  if (!PyArg_ParseTuple(args, "OOOOOOO", &door, &needs, &present, &launch, &places, &params, &statics)) throw Raised();
+  Backward way{truths(needs), truths(present), inside<std::shared_ptr<Launch>>(launch), numbers(places), params_of(params), reference(statics)};
   inside<std::shared_ptr<Door>>(door)->learn(std::make_shared<const Backward>(std::move(way)));
   return Py_NewRef(Py_None);
 }
@@ -433,10 +490,11 @@ PyObject* go_through(PyObject* args) {
   return results ? listed(*results) : Py_NewRef(Py_None);
 }
 
-// start(backward): what takes the backwards that doors decline
+// start(backward, params, statics): what doors call in Python
 PyObject* start(PyObject* args) {
-  if (!PyArg_ParseTuple(args, "O", &backward_in_python)) throw Raised();
-  return Py_NewRef(Py_NewRef(backward_in_python));
+  if (!PyArg_ParseTuple(args, "OOO", &python.backward, &python.params, &python.statics)) throw Raised();
+  for (PyObject* function : {python.backward, python.params, python.statics}) Py_INCREF(function);
+  return Py_NewRef(Py_None);
 }
 
 // renew(): launches made so far decline from now on
