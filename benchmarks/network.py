@@ -246,10 +246,14 @@ def main() -> None:
                         raise
                     rows[name] = {"failed": traceback.format_exc()[-1500:], "date": datetime.date.today().isoformat()}
                     print(T, name, rows[name]["failed"], flush=True)
-            for name, times in in_turns(steps, options.rounds).items():
+            turns = in_turns(steps, options.rounds)
+            for name, times in turns.items():
                 rows[name] |= {"ms": statistics.median(times), "rounds_ms": times}
                 if floor(name) in chosen:  # of this host: another run may replace the floor's row, and not this one
-                    rows[name]["floor_ms"] = rows[floor(name)]["ms"]
+                    floors = rows[floor(name)]
+                    rows[name] |= {"floor_ms": floors["ms"], "over_floor": rows[name]["ms"] / floors["ms"]}
+                    if floor(name) in turns:  # in turns with it: a slow second of the host hits both
+                        rows[name]["over_floor"] = statistics.median(a / b for a, b in zip(times, floors["rounds_ms"], strict=True))
                 print(T, name, {k: v for k, v in rows[name].items() if k not in ("losses", "rounds_ms")}, flush=True)
             target.write_text(json.dumps(document, indent=1))
 

@@ -90,7 +90,7 @@ class Learned(nn.Module):
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("backend", ["cpp", "torch", "hop"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "hop"])
 def test_the_first_call_of_a_size_leaves_nothing_to_the_garbage_collector(backend, trains):
     module, weight = flexsn.FlexSN(Learned(), num_states=1, backend=backend), torch.randn(4, 6, requires_grad=True)
 
