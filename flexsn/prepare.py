@@ -47,7 +47,8 @@ def prepare(
         return read, (*inputs, *states, *params, *[captured[n] for n in read])
 
     def made(kind: type[run.Call], program: Program, shapes: Shapes) -> run.Call:
-        trains = differentiable and any(_may_need_grad(t, transformed) for t in operands(program, True)[1])  # not only what leads to them
+        # what a core leads to, and does not read, may be all that needs a gradient
+        trains = differentiable and any(_may_need_grad(t, transformed) for t in operands(program, True)[1])
         read, given = operands(program, trains)
         return kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
 
