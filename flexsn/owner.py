@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ._compat import unseen_by_dynamo
 from .reads import Reads, bound, lock, module_tensors
-from .reads import look as walk
+from .reads_look import look as walk
 from .scan import look
 
 

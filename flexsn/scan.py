@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _compat, dynamo, run, sharding
+from . import _compat, dynamo, reads_look, run, sharding
 from . import reads as reading
 from . import tune as tuning
 from .doors import disturbed, run_call, undisturbed
@@ -117,7 +117,7 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
 def _captured(function: Any) -> dict[str, Tensor]:
     """The tensors that a function captures, by path."""
     with reading.lock:
-        return reading.look(function).tensors({}) if callable(function) else {}
+        return reads_look.look(function).tensors({}) if callable(function) else {}
 
 
 class CoreScan(_compat.HigherOrderOperator):
@@ -315,11 +315,11 @@ def _look(core: Callable) -> Reads:
     try:
         seen = _kept(core)
     except TypeError:  # not hashable
-        return reading.look(core)
+        return reads_look.look(core)
     if seen is None or not seen.of_now(core):
         if isinstance(core, types.FunctionType):
             vars(core).setdefault(reading.KEPT, None)  # its attributes are counted with this one
-        seen = reading.look(core)
+        seen = reads_look.look(core)
         seen.own = reading.own_of(core)
         if isinstance(core, types.FunctionType):
             vars(core)[reading.KEPT] = seen

@@ -7,7 +7,7 @@ import flexsn
 from flexsn import compile as compiling
 from flexsn.capture import Meta
 from flexsn.plan import chunk_in_cache
-from flexsn.reads import look
+from flexsn.reads_look import look
 from flexsn.signature import make_signature
 
 f32 = torch.float32

@@ -130,6 +130,14 @@ FAULTS = [
         "test_load.py::test_a_dropped_module_dies[closure over its network]",
     ),
     Fault(
+        "what is known of a core holds it", "reads_look.py", "                return Core(weakref.ref(value))\n", "                return own\n",
+        "test_load.py::test_a_dropped_core_dies[Learned-scan]",
+    ),
+    Fault(
+        "a door passes a half-precision param on as it is", "run.py", "(places, None) if names is not None and not cast else", "(places, None) if names is not None else",
+        "test_native.py::test_params_of_half_precision_are_computed_in_single",
+    ),
+    Fault(
         "values of a trace hold autograd's graph", "capture.py", "            _let_go(recorder.graph)\n", "", "test_load.py::test_a_dropped_module_dies[closure]",
     ),
     Fault(

@@ -1,0 +1,352 @@
+"""The look at a core: everything that it can reach by name, with the places that hold it and a fingerprint of the Python values.
+
+What the look finds is kept, checked and exchanged in `reads.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import dis
+import functools
+import gc
+import os
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from .reads import KEPT, Reads
+from .slots import MISSING, Attributes, Child, Contents, Core, Slot
+
+_SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+# Modules of flexsn whose functions are taken as they are, as PyTorch's
+_OWN = ("flexsn", "flexsn.settings", "flexsn.surrogate", "flexsn.module", "flexsn.scan", "flexsn.neurons")
+_OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
+_SETTINGS = ("torch.optim.lr_scheduler", "torch.distributions")
+_IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
+_VIEWS = (types.MappingProxyType, type(vars(types).keys()), type(vars(types).values()), type(vars(types).items()))
+_MAX_DEPTH = 32
+_PYTHONS = Path(os.__file__).parent
+
+
+def look(core: Callable) -> Reads:
+    """Walk everything that the core can reach by name."""
+    walker = _Walker(core)
+    walker.visit("core", core, Slot("core", weakref.ref(core)) if isinstance(core, nn.Module) else None, 0)
+    walker.finish()
+    walker.reads.fingerprint = tuple(walker.constants)
+    with contextlib.suppress(TypeError):  # it has no weak references
+        walker.reads.of = weakref.ref(core)
+    return walker.reads
+
+
+class _Walker:
+    def __init__(self, core: Callable) -> None:
+        self.core = core
+        self.reads = Reads()
+        self.constants: list[tuple] = []
+        self.seen: dict[int, tuple[str, Slot | None]] = {}  # by identity, the first path and place
+        self.held: list[Any] = []
+        self.named_anywhere: set[str] = set()  # in the functions that were seen
+        self.waiting: dict[str, list[Callable[[], None]]] = {}  # visits to be made if that name is among them
+
+    def finish(self) -> None:
+        """What may be read by a name that any of the functions has."""
+        while found := [name for name in self.waiting if name in self.named_anywhere]:
+            for name in found:
+                for visit in self.waiting.pop(name):
+                    visit()
+
+    def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
+        place = Slot(path, holder, key)
+        value = place.get()
+        self.reads.watched.append((place, value))
+        if value is not MISSING:
+            self.visit(path, value, place, depth)
+
+    def visit(self, path: str, value: Any, place: Slot | None, depth: int) -> None:
+        if isinstance(value, _SCALARS):
+            plain: Any = next(base for base in type(value).__mro__ if _is_library(base.__module__))  # whose `repr` tells values apart
+            self.constants.append((path, type(value).__name__, plain.__repr__(value)))
+            if plain is type(value) or id(value) in self.seen:
+                return
+            self.seen[id(value)] = path, place
+            self.held.append(value)
+            self.attributes(path, value, depth)
+            return
+        identity = id(vars(value)) if isinstance(value, nn.Module) else id(value)  # of modules that share their contents: one
+        if identity in self.seen:
+            self.reads.cyclic |= value is self.core
+            first, before = self.seen[identity]
+            self.constants.append((path, "same as", first))
+            if isinstance(value, (Tensor, nn.Module, tuple)) and before is not None and _settable(place):
+                self.reads.again.append((place, before))
+            return
+        if depth > _MAX_DEPTH or (isinstance(value, Tensor) and place is None):  # which may stand elsewhere too
+            self.opaque(path, value)
+            return
+        self.seen[identity] = path, place
+        self.held.append(value)  # while the walk lasts, so that ids stay unique
+        if isinstance(value, Tensor):
+            self.constants.append((path, "tensor"))
+            if place is not None:
+                self.reads.objects[path.removeprefix("core.")] = place
+        elif isinstance(value, nn.Module):
+            if _settable(place):
+                self.reads.objects[path.removeprefix("core.")] = place
+            self.module(path, value, place, depth)
+        elif isinstance(value, functools.partial):
+            self.fixed(f"{path}.func" if isinstance(value.func, nn.Module) else path, value.func, depth)
+            self.items(path, value.args, Slot(path, self.holder(value, value), "args"), depth)
+            self.items(path, value.keywords, None, depth)
+            self.names(f"{path}.attributes", vars(value), list(vars(value)), depth)
+        elif isinstance(value, types.MethodType):
+            self.visit(path, value.__func__, None, depth + 1)
+            self.fixed(f"{path}.self", value.__self__, depth)
+        elif isinstance(value, types.FunctionType):
+            self.function(path, value, depth)
+        elif isinstance(value, (list, tuple, dict, collections.deque)):
+            self.items(path, value, place, depth)
+            if not _is_library(type(value).__module__):
+                self.attributes(path, value, depth)
+        elif isinstance(value, _VIEWS):
+            self.visit(path, gc.get_referents(value)[0], None, depth + 1)  # what it shows
+        elif isinstance(value, weakref.ref):
+            self.visit(path, value(), None, depth + 1)
+        elif isinstance(value, contextvars.ContextVar):
+            self.slot(f"{path}.value", value, None, depth + 1)
+        elif isinstance(value, type):
+            self.cls(path, value, depth)
+        elif isinstance(value, random.Random) or (isinstance(value, Iterator) and _is_library(type(value).__module__)):
+            self.opaque(path, value, place)
+        elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType)):
+            self.constants.append((path, type(value).__qualname__, value.__name__))
+            if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
+                for name in list(vars(value)):
+                    self.later(name, functools.partial(self.namespace, path, value, (name,), depth))
+            owner = getattr(value, "__self__", None)
+            if isinstance(owner, Iterator) and _is_library(type(owner).__module__):  # `next_id = ids.__next__`
+                self.opaque(f"{path}.self", owner, place)
+            elif not isinstance(owner, (types.ModuleType, type(None))):  # a method of a list, of a tensor
+                self.fixed(f"{path}.self", owner, depth)
+        elif _slot_names(type(value)) or (isinstance(getattr(value, "__dict__", None), dict) and not _is_opaque(type(value))):
+            self.attributes(path, value, depth)
+        else:
+            self.opaque(path, value, place)
+
+    def attributes(self, path: str, value: Any, depth: int) -> None:
+        """The class of an object, and what it holds by names."""
+        self.slot(f"{path}.type", self.holder(value, Attributes(value)), "__class__", depth + 1)
+        namespace = getattr(value, "__dict__", None)
+        if isinstance(namespace, dict):
+            self.names(path, namespace, list(namespace), depth)
+        for name in _slot_names(type(value)):
+            self.slot(f"{path}.{name}", self.holder(value, Attributes(value)), name, depth + 1)
+
+    def holder(self, value: Any, own: Any) -> Any:
+        """`own`, which holds `value`, unless that is the core: what is known of a core is kept as long as the core lives."""
+        if value is self.core:
+            with contextlib.suppress(TypeError):  # it has no weak references: nothing is kept
+                return Core(weakref.ref(value))
+        return own
+
+    def later(self, name: str, visit: Callable[[], None]) -> None:
+        self.waiting.setdefault(name, []).append(visit)
+
+    def names(self, path: str, namespace: Any, names: Sequence[Any], depth: int) -> None:
+        self.reads.sizes.append((namespace, len(namespace)))
+        if isinstance(namespace, dict) and len(names) == len(namespace) > 1:  # not of a module
+            self.reads.orders.append((namespace, list(namespace)))
+        for name in names:
+            self.slot(f"{path}.{name}", namespace, name, depth + 1)
+
+    def fixed(self, path: str, value: Any, depth: int) -> None:
+        """What its holder never exchanges."""
+        self.visit(path, value, Slot(path, Contents(value)) if isinstance(value, nn.Module) else None, depth + 1)
+
+    def opaque(self, path: str, value: Any, place: Slot | None = None) -> None:
+        """Something that cannot be looked into: the same object counts as the same value."""
+        if isinstance(value, Iterator):
+            self.reads.iterators.append(place or Slot(path, Contents(value)))
+        self.reads.opaque.append(value)
+        self.constants.append((path, "object", id(value)))
+
+    def items(self, path: str, values: Any, place: Slot | None, depth: int) -> None:
+        self.constants.append((path, type(values).__name__, len(values)))
+        if isinstance(values, tuple):  # which does not change: the place that holds it is watched
+            for k, value in enumerate(values):
+                self.visit(f"{path}.{k}", value, Slot(f"{path}.{k}", place or values, k), depth + 1)
+        else:
+            self.names(path, values, list(values) if isinstance(values, dict) else range(len(values)), depth)
+
+    def module(self, path: str, module: nn.Module, place: Slot | None, depth: int) -> None:
+        self.slot(f"{path}.type", self.holder(module, Attributes(module)), "__class__", depth + 1)
+        self.slot(f"{path}.training", vars(module), "training", depth + 1)
+        skipped = _MODULE_INTERNALS | getattr(type(module), "unread", frozenset())
+        if vars(module).get("core", module) is self.core:  # the neuron of this very core, which its closure leads to
+            skipped |= {"states", "state_seqs"}
+        self.names(path, vars(module), [n for n in vars(module) if n not in skipped], depth)
+        for name in _slot_names(type(module)):
+            self.slot(f"{path}.{name}", self.holder(module, Attributes(module)), name, depth + 1)
+        for table in (module._parameters, module._buffers, module._modules):
+            self.reads.sizes.append((table, len(table)))
+            if len(table) > 1:
+                self.reads.orders.append((table, list(table)))
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                self.constants.append((f"{path}.{name}", tensor is None))
+                self.reads.watched.append((Slot(path, table, name), tensor))
+        for name, child in module._modules.items():
+            self.reads.watched.append((Slot(path, module._modules, name), child))
+            if child is not None:
+                self.visit(f"{path}.{name}", child, Slot(path, Child(place), name) if place else None, depth + 1)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+            self.reads.sizes.append((hooks, len(hooks)))
+            for i, (key, hook) in enumerate(hooks.items()):
+                place = Slot(f"{path}.hook", hooks, key)
+                self.reads.watched.append((place, hook))
+                self.visit(f"{path}.hook{i}", hook, place, depth + 1)
+
+    def cls(self, path: str, cls: type, depth: int) -> None:
+        self.constants.append((path, "class", cls.__qualname__))
+        if _is_library(cls.__module__):
+            return
+        for base in cls.__mro__:
+            if _is_library(base.__module__):
+                continue
+            self.reads.sizes.append((vars(base), len(vars(base))))
+            for name, raw in list(vars(base).items()):
+                member = _function_in(raw)
+                place = Slot(f"{path}.{name}", base, name)
+                if isinstance(member, types.FunctionType):
+                    self.reads.watched.append((place, raw))
+                    self.visit(place.path, member, None, depth + 1)
+                elif not name.startswith("__"):
+                    self.reads.watched.append((place, raw))
+                    if isinstance(member, _IN_CLASSES):
+                        self.visit(place.path, member, place, depth + 1)
+                    else:  # a class may lead anywhere: to a trainer, to the network that this neuron is part of
+                        self.constants.append((place.path, type(member).__qualname__))
+                        self.later(name, functools.partial(self.visit, place.path, member, place, depth + 1))
+
+    def namespace(self, path: str, module: types.ModuleType, names: Sequence[str], depth: int) -> None:
+        """The attributes of a module that a function names, also of modules inside it."""
+        if _is_library(module.__name__) or depth > _MAX_DEPTH:
+            return
+        for name in names:
+            value = vars(module).get(name, MISSING)
+            if isinstance(value, types.ModuleType):
+                self.namespace(f"{path}.{name}", value, names, depth + 1)
+            elif value is not MISSING:
+                self.slot(f"{path}.{name}", vars(module), name, depth + 1)
+
+    def function(self, path: str, fn: types.FunctionType, depth: int) -> None:
+        self.constants.append((path, "code", fn.__code__, fn.__code__.co_filename))  # code of two files may be equal; lines differ
+        for attribute in ("__code__", "__defaults__", "__kwdefaults__") if depth else ():  # a slot of the core would keep it alive
+            self.reads.watched.append((Slot(path, fn, attribute), getattr(fn, attribute)))
+        if _is_library(fn.__module__ or "") and _is_library(fn.__globals__.get("__name__", "")):  # decorators copy the first
+            if fn.__closure__:  # as decorators leave them: one code for many functions
+                self.opaque(path, fn)
+            return
+        names = _names(fn.__code__)
+        self.named_anywhere.update(names)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            self.named(f"{path}.{name}", cell, None, names, depth)
+        set_there = _global_names(fn.__code__, "STORE_GLOBAL")
+        for name in dict.fromkeys((*_global_names(fn.__code__), *set_there)):
+            if name.startswith("@"):  # pytest's, in the asserts of tests
+                continue
+            if name in fn.__globals__:
+                self.named(f"{path}.{name}", fn.__globals__, name, names, depth)
+            elif name in set_there:
+                self.reads.watched.append((Slot(f"{path}.{name}", fn.__globals__, name), MISSING))
+        attributes = [name for name in vars(fn) if name != KEPT]
+        self.names(f"{path}.attributes", vars(fn), attributes, depth)  # none, too: it may set one
+        for attribute in ("__defaults__", "__kwdefaults__"):
+            values = getattr(fn, attribute)
+            if values:
+                self.items(f"{path}.defaults", values, Slot(path, fn, attribute), depth)
+
+    def named(self, path: str, holder: Any, key: Any, names: Sequence[str], depth: int) -> None:
+        """What a function means by a name; of a module, the attributes that it names."""
+        value = Slot(path, holder, key).get()
+        if isinstance(value, types.ModuleType):
+            self.namespace(path, value, names, depth)
+        else:
+            self.slot(path, holder, key, depth + 1)
+
+
+def _settable(place: Slot | None) -> TypeGuard[Slot]:
+    """Whether an object may be put there. Children are no places of their own: the outermost module stands for them."""
+    return place is not None and not isinstance(place.holder, Child)
+
+
+def _function_in(raw: Any) -> Any:
+    """Of a property, or a static or class method: the function. Anything else as it is."""
+    for name in ("fget", "__func__"):
+        try:
+            return getattr(raw, name)
+        except Exception:  # an attribute of a class may be anything, and answer to a name as it likes
+            continue
+    return raw
+
+
+def _slot_names(cls: type) -> list[str]:
+    """Attributes that objects of a class hold outside their `__dict__`."""
+    found = []
+    for base in cls.__mro__:
+        slots = () if _is_library(base.__module__) else getattr(base, "__slots__", ()) if "__slots__" in vars(base) else ()
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def _is_opaque(cls: type) -> bool:
+    """Whether objects of a class are taken as they are: those of PyTorch and NumPy, but for those that are settings of others."""
+    return cls.__module__.partition(".")[0] in _OPAQUE and not cls.__module__.startswith(_SETTINGS)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of those inside it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _nested(const)
+
+
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names of globals and of attributes, also those that are given to `getattr`."""
+    parts = list(_nested(code))
+    texts = (const for part in parts for const in part.co_consts if isinstance(const, str) and const.isidentifier())
+    return tuple(dict.fromkeys((*(name for part in parts for name in part.co_names), *texts)))
+
+
+def _global_names(code: types.CodeType, *opnames: str) -> tuple[str, ...]:
+    """Names that a function reads, or those of other instructions."""
+    wanted = opnames or ("LOAD_GLOBAL", "LOAD_NAME")
+    found = (i.argval for part in _nested(code) for i in dis.get_instructions(part) if i.opname in wanted)
+    return tuple(dict.fromkeys(found))
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Modules whose functions are taken as they are: PyTorch, the standard library and flexsn itself."""
+    top = module.partition(".")[0]
+    own = module in _OWN or module.startswith("flexsn.neurons.")
+    return own or top in {"torch", "numpy"} or (top in sys.stdlib_module_names and _is_pythons(sys.modules.get(top)))
+
+
+def _is_pythons(module: types.ModuleType | None) -> bool:
+    """Whether a module that is named like one of the standard library is that one, and no `trace.py` beside the user's script."""
+    file = getattr(module, "__file__", None)
+    return getattr(module, "__name__", None) != "__main__" and (file is None or Path(file).is_relative_to(_PYTHONS))
