@@ -15,7 +15,7 @@ import torch
 from flexsn import render_cpp
 from flexsn.capture import Meta, Trace
 from flexsn.compile import Program, program_for
-from flexsn.reads import look
+from flexsn.reads_look import look
 from flexsn.signature import make_signature
 
 ROOT = Path(__file__).parent.parent
