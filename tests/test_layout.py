@@ -1,6 +1,7 @@
 """The modules of flexsn import in one direction, and the package needs neither triton nor a compiler to import."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -92,6 +93,21 @@ def test_interchange_is_the_last_stage_and_the_peers_have_a_file_each():
     assert peers == {"interchange.peer_norse", "interchange.peer_snntorch", "interchange.peer_spikingjelly"}
     assert not {name for name, found in MODULES.items() if found & peers}
     assert not {name for name, found in MODULES.items() if not name.startswith("interchange") and "interchange" in found}
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "tools"])
+def test_what_stands_beside_the_package_imports_names_that_it_has(folder):
+    """Tests run some of these files alone: one that is run by hand must not break unseen."""
+    nodes = [node for path in (PACKAGE.parent / folder).glob("**/*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    found = {
+        (n.module, a.name)
+        for n in nodes
+        if isinstance(n, ast.ImportFrom) and n.module and n.module.split(".")[0] == "flexsn"
+        for a in n.names
+    }
+    assert found
+    for module, name in sorted(found):
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
 
 
 def test_importing_flexsn_imports_no_other_library():
