@@ -77,6 +77,11 @@ def start_autograd() -> None:
             torch.ones((), device="cpu", requires_grad=True).clone().backward()
 
 
+def records_gradients() -> bool:
+    """Whether autograd follows what happens now: inference mode does without it, also where gradients are enabled inside."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """While inside, fake tensors do not log the errors that flexsn turns into its own."""
@@ -117,8 +122,13 @@ def functional_overload(func: Any) -> Any | None:
 
 def _argument_types(func: Any) -> list[str]:
     """Of what a functional op takes; a view has none of it."""
-    view = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
-    return [] if view else [str(argument.type) for argument in func._schema.arguments]
+    return [] if is_view(func) else [str(argument.type) for argument in func._schema.arguments]
+
+
+def is_view(func: Any) -> bool:
+    """Whether the results of a functional op may lie in the memory of its first operand."""
+    schema = func._schema
+    return schema.name == "aten::_unsafe_view" or any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def apply(function: type[torch.autograd.Function], first: Any, tensors: Sequence[torch.Tensor | None]) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from . import _compat
 from .errors import SideEffectError
-from .record import Recorder
+from .record import Recorder, mapped
 from .refuse import ValueReads, run_refusing
 from .signature import Signature, check_returns, check_values
 
@@ -97,11 +97,10 @@ def _settings_kept(sig: Signature) -> Iterator[None]:
 
 
 def _let_go(graph: fx.Graph) -> None:
-    """The values of a trace forget autograd's graph, which holds the captured tensors of the caller."""
+    """The values of a trace forget autograd's graph and what they are views of, which hold the captured tensors of the caller."""
     for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and value.requires_grad:
-            node.meta["val"] = value.detach()
+        if "val" in node.meta:
+            node.meta["val"] = mapped(node.meta["val"], Tensor.detach)
 
 
 def trace(
@@ -120,7 +119,7 @@ def trace(
     _compat.start_autograd()
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(sig, fake, device, captured, vjp)
-    with _compat.quiet(), _undisturbed(), fake, torch.set_grad_enabled(vjp):
+    with _compat.quiet(), _undisturbed(), fake, torch.inference_mode(False), torch.set_grad_enabled(vjp):
         operands = []
         for i, meta in enumerate(metas):
             static = i >= sig.num_inputs + sig.num_states
@@ -138,7 +137,7 @@ def trace(
         if vjp:
             grads = recorder.differentiate(values, operands, cotangents)
             recorder.raise_refusals()
-            _let_go(recorder.graph)
+        _let_go(recorder.graph)
     recorder.graph.output((returns, grads))
     operand_nodes = list(recorder.graph.nodes)[: len(operands)]
     return Trace(

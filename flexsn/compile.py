@@ -30,6 +30,7 @@ from .lower import lower
 from .reads import Reads, lock
 from .side_effects import no_side_effects
 from .signature import Signature
+from .tape import getitem
 
 _CACHE_SIZE = 512
 _MOST_CANDIDATES = 64  # programs of one layout: cores that depend on sizes need one per size
@@ -211,7 +212,7 @@ class Vjp:
             nodes = {str(k): g for k, (g, w) in enumerate(zip(grads, wanted, strict=True)) if w and g is not None}
             used = set(_frontier(list(nodes.values()), rest))
             roles = tuple(r for r, n in self.frontier.items() if n in used)
-            made = _static_module(self.recorded, nodes, {self.frontier[r]: r for r in roles}, rest)
+            made = _static_module(self.recorded, nodes, {self.frontier[r]: r for r in roles}, rest, apart=True)
             self._epilogues[wanted, given] = made, roles
         return self._epilogues[wanted, given]
 
@@ -290,10 +291,15 @@ class StaticModule:
 
 
 def _static_module(
-    recorded: Trace, results: dict[str, fx.Node], sums: dict[fx.Node, str], rest: Mapping[fx.Node, fx.Node | None] = MappingProxyType({})
+    recorded: Trace, results: dict[str, fx.Node], sums: dict[fx.Node, str], rest: Mapping[fx.Node, fx.Node | None] = MappingProxyType({}),
+    *, apart: bool = False,
 ) -> StaticModule:  # fmt: skip
     """Cut the part of a recorded graph that computes `results` from params, captured tensors and sums over time, with
-    `rest[node]` in place of a node."""
+    `rest[node]` in place of a node.
+
+    Args:
+        apart: results share no memory with each other or with what they are computed from.
+    """
     if not results:
         return StaticModule(None, (), (), ())
     live: set[fx.Node] = set()
@@ -315,10 +321,26 @@ def _static_module(
             copies[node] = graph.node_copy(node, lambda n: copies[rest.get(n) or n])
             if node.target is torch.ops.aten.view.default:  # what the trace took for one may lie otherwise in a call
                 copies[node].target = torch.ops.aten.reshape.default
-    graph.output(tuple(copies[n] for n in results.values()))
+    found = [copies[n] for n in results.values()]
+    graph.output(tuple(_apart(graph, found, [copies[n] for n in sums]) if apart else found))
     module = fx.GraphModule(torch.nn.Module(), graph)
     values = [recorded.constants[n.meta["role"]] for n in constants]
     return StaticModule(module.forward, [n.meta["role"] for n in named], values, list(results))
+
+
+def _apart(graph: fx.Graph, values: Sequence[fx.Node], sums: Sequence[fx.Node]) -> list[fx.Node]:
+    """Each in memory of its own, since autograd adds to a gradient in place. It copies what two tensors have for their gradient, but
+    sees no view of it."""
+    holders: dict[fx.Node, fx.Node] = {}
+    found = list[fx.Node]()
+    for value in values:
+        memory = value
+        while memory.op == "call_function" and (memory.target is getitem or _compat.is_view(memory.target)):
+            memory = memory.all_input_nodes[0]
+        lent = memory.op == "placeholder" and memory not in sums
+        own = holders.setdefault(memory, value) is value and not lent
+        found.append(value if own else graph.call_function(torch.ops.aten.clone.default, (value,)))
+    return found
 
 
 def program_of(

@@ -369,7 +369,7 @@ def call_of(program: str, inputs: Sequence[Tensor], states: Tensors, statics: Se
         )  # fmt: skip
     names = (*made.sig.param_names, *made.blueprint.captured(vjp=True))[: len(statics)]  # a program with its VJP may run without it
     plain = not _compat.transformed() and all(t is None or _compat.is_plain(t) for t in tensors)
-    differentiable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    differentiable = _compat.records_gradients() and any(t is not None and t.requires_grad for t in tensors)
     return (run.Call if plain else TracedCall)(made, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
 
 

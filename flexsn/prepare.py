@@ -40,7 +40,7 @@ def prepare(
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
     refuse_forward_mode(sig.core, tensors)
     transformed = _compat.functorch_active()
-    differentiable = torch.is_grad_enabled() and any(_may_need_grad(t, transformed) for t in tensors)
+    differentiable = _compat.records_gradients() and any(_may_need_grad(t, transformed) for t in tensors)
 
     def operands(program: Program, trains: bool) -> tuple[tuple[str, ...], tuple[Tensor | None, ...]]:
         read = program.blueprint.captured(vjp=trains)

@@ -281,7 +281,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         val = self.evaluate(func, args, kwargs)
         if isinstance(val, Tensor) and any(val is a for a in _tensors((args, kwargs))):
             return val
-        node = self.graph.create_node("call_function", func, _map(args, self.node_of), _map(kwargs, self.node_of))
+        node = self.graph.create_node("call_function", func, mapped(args, self.node_of), mapped(kwargs, self.node_of))
         node.meta.update(kind=kind, val=val, line=self.line(), backward=self.in_backward, users=self.by_user())
         if kind == "step" and isinstance(val, Tensor) and val.dtype not in DTYPES:
             self.error = self.error or UnsupportedValueError(
@@ -301,7 +301,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         return bool(self.calling or self.line())
 
     def evaluate(self, func, args, kwargs):
-        fakes = _map((args, kwargs), lambda t: t if isinstance(t, _compat.FakeTensor) else self.node_of(t).meta["val"])
+        fakes = mapped((args, kwargs), lambda t: t if isinstance(t, _compat.FakeTensor) else self.node_of(t).meta["val"])
         try:
             val = func(*fakes[0], **fakes[1])
         except _compat.DYNAMIC_SHAPE_ERRORS:
@@ -466,11 +466,12 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
         yield from itertools.chain.from_iterable(map(_tensors, tree.values()))
 
 
-def _map(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
+def mapped(tree: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """A tree of tuples, lists and dicts with `fn` of every tensor in it."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, (tuple, list)):
-        return type(tree)(_map(x, fn) for x in tree)
+        return type(tree)(mapped(x, fn) for x in tree)
     if isinstance(tree, dict):
-        return {k: _map(v, fn) for k, v in tree.items()}
+        return {k: mapped(v, fn) for k, v in tree.items()}
     return tree

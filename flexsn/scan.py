@@ -351,7 +351,7 @@ def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:
     """What a call depends on but for the values of its operands; None where one is no plain tensor, or calls are traced."""
     if _compat.transformed():
         return None
-    kinds: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype()]
+    kinds: list[Any] = [_compat.records_gradients(), torch.get_default_dtype()]
     for t in tensors:
         if t is None:
             kinds.append(None)

@@ -95,6 +95,13 @@ class Learned(nn.Module):
         return scaled(self.w, x, v)
 
 
+class Viewed(Learned):
+    """It sees a view of its parameter."""
+
+    def forward(self, x, v):
+        return scaled(self.w[None], x, v)
+
+
 class Slotted:
     __slots__ = ("__weakref__", "w")
 
@@ -118,7 +125,7 @@ def partial():
     return functools.partial(scaled, nn.Parameter(torch.tensor(0.5)))
 
 
-CORES = [Callable, executed, Learned, Slotted, Plain, partial]
+CORES = [Callable, executed, Learned, Viewed, Slotted, Plain, partial]
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["scan", "FlexSN"])
@@ -134,6 +141,43 @@ def test_a_dropped_core_dies(make, owned):
     del core, call, x, y
     gc.collect()
     assert [ref() for ref in dead] == [None] * len(dead)
+
+
+VIEWS = [
+    lambda w: w[None], lambda w: w[:, None], lambda w: w.view(1, 3), lambda w: w.expand(3, 3), lambda w: w[0], lambda w: w.detach(),
+    lambda w: torch.stack(w.unbind()), lambda w: torch.cat(w.split(1)), lambda w: torch.cat(w.chunk(3)[:1]), lambda w: w.data,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("view", range(len(VIEWS)))
+def test_a_captured_tensor_that_the_core_views_dies(view, trains):
+    def attempt():
+        w, held = nn.Parameter(torch.rand(3)), nn.Linear(1, 1)
+        w.register_hook(lambda grad, held=held: grad)
+        with torch.set_grad_enabled(trains):
+            y = flexsn.scan(lambda x, v: scaled(VIEWS[view](w), x, v), [torch.randn(4, 3, 3)], [None], backend="cpp").outputs[0]
+        if y.requires_grad:
+            y.sum().backward()
+        return weakref.ref(w), weakref.ref(held)
+
+    dead = attempt()
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize("view", range(len(VIEWS)))
+def test_the_first_call_of_a_core_that_views_a_tensor_trains_nothing(view, made_inside, mode):
+    with torch.inference_mode(made_inside):
+        w, x = torch.rand(3), torch.randn(4, 3, 3)
+
+    def run(backend):
+        return flexsn.scan(lambda x, v: scaled(VIEWS[view](w), x, v), [x], [None], backend=backend).outputs[0]
+
+    with mode():
+        assert torch.equal(run("cpp"), run("torch"))
 
 
 def test_a_refused_core_dies_and_its_error_is_the_same_again():

@@ -346,6 +346,21 @@ def test_a_tensor_of_inference_mode():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("inside", [False, True], ids=["input made before", "input made inside"])
+def test_gradients_enabled_in_inference_mode(inside, before):
+    """PyTorch records none there, whatever went before."""
+    neuron, x = neuron_of("lif"), torch.randn(20, 5, requires_grad=True)
+    for _ in range(before):
+        neuron(x).sum().backward()
+    with torch.inference_mode(), torch.enable_grad():
+        for _ in range(3):
+            y = neuron(torch.randn(20, 5) if inside else x)
+            assert y.is_inference() and not y.requires_grad and y.grad_fn is None
+    for _ in range(2):
+        assert neuron(x).requires_grad
+
+
 @on_cpu
 def test_large_results_keep_their_memory():
     neuron, x = neuron_of("exact"), torch.randn(64, 1 << 15)  # results of 8 MiB: `memory.py` makes them

@@ -178,6 +178,46 @@ def test_params_of_different_shapes():
     check(adlif, [x, x.flip(0)], [v, v], [randn(4) * 0.5, scalar(0.5)], sequences=True)
 
 
+AS_ONE = [  # of [3, 4, 1], [4] and [4, 1]
+    lambda a, b, c: b[:, None] + c, lambda a, b, c: a + b.view(4, 1), lambda a, b, c: a + b[:, None] + c.squeeze(-1)[:, None],
+    lambda a, b, c: torch.stack([b, c[:, 0]]).sum(0)[:, None], lambda a, b, c: torch.cat([b, c[:, 0]])[2:6, None] + a,
+    lambda a, b, c: (b.view(2, 2) + c.view(2, 2)).view(4, 1),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that Inductor imports
+@pytest.mark.parametrize("route", ["scan", "torch.func", "compiled", "hop"])
+@pytest.mark.parametrize("one", range(len(AS_ONE)))
+def test_gradients_of_params_share_no_memory(one, route):
+    """Else autograd, which adds to them in place, would add to several at once."""
+    start = [randn(3, 4, 1), randn(4), randn(4, 1)]
+    xs = [randn(5, 2, 3, 4, 6) for _ in range(3)]
+
+    def losses(params, backend):
+        def core(x, v):
+            v = 0.5 * v + x * AS_ONE[one](*params)
+            return v * v, v
+
+        for x in xs:
+            yield flexsn.scan(core, (x,), (None,), backend=backend).outputs[0].sum()
+
+    def accumulated(backend, wrap=lambda f: f):
+        params = [p.clone().requires_grad_() for p in start]
+        for k in range(len(xs)):
+            wrap(lambda: list(losses(params, backend))[k])().backward()
+        return [p.grad for p in params]
+
+    want = accumulated("torch")
+    if route == "torch.func":
+        found = torch.func.grad(lambda ps: next(losses(ps, "cpp")))(tuple(start))
+        want = torch.func.grad(lambda ps: next(losses(ps, "torch")))(tuple(start))
+    else:
+        found = accumulated("hop" if route == "hop" else "cpp", torch.compile if route == "compiled" else lambda f: f)
+    torch.testing.assert_close(found, want)
+    memory = [g.untyped_storage().data_ptr() for g in found if g is not None]
+    assert len(set(memory)) == len(memory)
+
+
 def test_a_param_may_widen_the_step():
     """[T, 1] inputs with a [7] param: the state is [7]."""
     check(leaky, [randn(K + 1, 1)], [randn(1)], [randn(7) * 0.5])
