@@ -47,6 +47,7 @@ class Trace:
     cotangents: list[fx.Node | None]  # one per return; None where the return is not differentiable
     returns: list[fx.Node]  # outputs, then new states
     grads: list[fx.Node | None]  # vjp: one per operand, then one per captured tensor
+    flows: list[list[fx.Node]] = field(default_factory=list)  # vjp: of each return, to which of these autograd's graph leads from it
     captured: dict[str, fx.Node] = field(default_factory=dict)  # captured tensors that the core used, by path
     constants: dict[str, Tensor] = field(default_factory=dict)  # tensors that the core made from Python values
     shapes_read: tuple[tuple[int, ...], ...] = ()  # of tensors that depend on time, of which the core, or then its VJP, read a size
@@ -141,6 +142,6 @@ def trace(
     recorder.graph.output((returns, grads))
     operand_nodes = list(recorder.graph.nodes)[: len(operands)]
     return Trace(
-        recorder.graph, operand_nodes, cotangents, returns, grads, recorder.captured_nodes, recorder.constants,
+        recorder.graph, operand_nodes, cotangents, returns, grads, recorder.flows, recorder.captured_nodes, recorder.constants,
         tuple(recorder.shapes_read), tuple(recorder.ranks_read),
     )  # fmt: skip

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -174,6 +175,13 @@ class Vjp:
         leaves |= {f"gy{k}": c for k, c in enumerate(cotangents[:outs]) if c is not None}
         leaves |= {f"gv{k}": c for k, c in enumerate(cotangents[outs:]) if c is not None}
         self.roles = {leaf.name: role for role, leaf in leaves.items()}
+        sources: dict[fx.Node, int | str] = {n: k for k, n in enumerate(recorded.operands[: ins + states])}
+        sources |= dict(zip(recorded.operands[ins + states :], sig.param_names, strict=True)) | {n: k for k, n in recorded.captured.items()}
+        self.flows = [
+            frozenset([sources[n] for n in nodes]) if there else frozenset()
+            for nodes, there in zip(recorded.flows, self.differentiable, strict=True)
+        ]
+        self._first_state, self._outs = ins, outs
         grads = recorded.grads
         outputs = {f"gx{k}": g for k, g in enumerate(grads[:ins]) if g is not None}
         # a carried cotangent is an output even where no gradient flows through the state: it is zero then
@@ -196,6 +204,30 @@ class Vjp:
         self.prologue = _static_module(recorded, params, {})
         self._prologues: dict[tuple[str, ...], StaticModule] = {}
         self._epilogues: dict[tuple, tuple[StaticModule, tuple[str, ...]]] = {}
+
+    def requiring_grad(self, needed: Collection[int | str], T: int | None) -> list[bool]:
+        """Which outputs, final states and state sequences require grad, as in eager: those from which autograd's graph leads to an
+        operand that does.
+
+        Args:
+            needed: these operands; inputs and states by place, params and captured tensors by name.
+            T: how many steps; None if that is a symbol. Empty sequences are as after one.
+        """
+        states = range(self._first_state, self._first_state + len(self.flows) - self._outs)
+        fixed, carried = {k for k in needed if k not in states}, {k for k in needed if k in states}
+        ever = [False] * len(self.flows)
+        for t in itertools.count() if T is None else range(T or 1):
+            now = [not flow.isdisjoint(fixed | carried) for flow in self.flows]
+            ever = [a or b for a, b in zip(ever, now, strict=True)]
+            if T == 0:
+                break
+            before, carried = carried, {k for k, flag in zip(states, now[self._outs :], strict=True) if flag}
+            if before == carried:  # as from now on
+                break
+            if T is None and t > len(states):  # it changes from step to step
+                carried = {k for k, flag in zip(states, ever[self._outs :], strict=True) if flag}
+                break
+        return [*ever[: self._outs], *[k in carried for k in states], *ever[self._outs :]]
 
     def prologue_of(self, roles: tuple[str, ...]) -> StaticModule:
         """The part of the prologue that one kernel reads. PyTorch may refuse another part, of gradients that nobody wants."""

@@ -65,6 +65,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         self.in_backward = False
         self.trains_params = False
         self.cotangents: set[fx.Node | None] = set()
+        self.flows: list[list[fx.Node]] = []
 
     def poison(self, func: Any, nodes: Sequence[fx.Node]) -> None:
         """Remember that `func` mixes neurons; raised after the core ran, so that a later `if` can be named instead."""
@@ -331,6 +332,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         sources = list(operands) + list(self.captured_tensors.values())
         wanted = [t for t in sources if t.requires_grad]
         self.trains_params = any(self.node_of(t).meta["kind"] == "static" for t in wanted)
+        self.flows = [[self.node_of(t) for t in _trained([value], wanted)] for value in values]
         given = {}
         for i, value in enumerate(values):
             if value.requires_grad:
@@ -416,7 +418,7 @@ _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride",
 def _trained(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Those of `tensors`, leaves, that autograd's graph of `values` leads to."""
     leaves = {id(t): t for t in tensors}
-    found, seen, stack = list[Tensor](), set[Any](), [v.grad_fn for v in values]
+    found, seen, stack = [leaves[id(v)] for v in values if id(v) in leaves], set[Any](), [v.grad_fn for v in values]
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -139,14 +139,16 @@ class Call:
 
     @functools.cached_property
     def constant(self) -> tuple[bool, ...]:
-        """Of `results`, through which no gradient flows; empty if one flows through each."""
-        outs, flags = self.program.num_outputs, self.program.vjp.differentiable
-        return () if all(flags) else tuple([not flag for flag in (*flags, *(flags[outs:] if self.sequences else ()))])
+        """Of `results`, which do not require grad; empty if all do."""
+        everything = _compat.functorch_active()  # a level of a transform does not show what another one differentiates
+        names = (*range(self.num_operands), *self.statics)
+        needed = [name for name, need in zip(names, self.needs, strict=True) if need or everything]
+        found = self.program.vjp.requiring_grad(needed, self.T if type(self.T) is int else None)[: len(self.results)]
+        return () if all(found) else tuple([not flag for flag in found])
 
     def usual_backward(self, inputs: Sequence[Tensor]) -> Any:
         """The backward for cotangents of every output and of nothing else."""
-        vjp = self.program.vjp
-        given = tuple([f"gy{k}" for k in range(self.program.num_outputs) if vjp.differentiable[k]])
+        given = tuple([f"gy{k}" for k in range(self.program.num_outputs) if not (self.constant and self.constant[k])])
         return self.backward_launch(inputs, *self.wanted(self.needs), given)[0]
 
     def _expect_backward(self, inputs: Sequence[Tensor]) -> None:

@@ -9,7 +9,7 @@ lookups of PyTorch operators by name; one that writes to its operands, or reache
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .errors import ProgramTextError
 from .signature import Signature
 from .tape import getitem
 
-FORMAT = 2
+FORMAT = 3
 OPERATORS = 3  # counts the changes of what the kernel operators return
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -65,7 +65,7 @@ def _word(thing: Any) -> str:
 
 
 def _trace(recorded: Trace) -> dict[str, Any]:
-    def names(nodes: list[Any]) -> list[str | None]:
+    def names(nodes: Sequence[Any]) -> list[str | None]:
         return [None if n is None else n.name for n in nodes]
 
     live, stack = set[fx.Node](), [n for n in (*recorded.returns, *recorded.grads) if n is not None]
@@ -80,6 +80,7 @@ def _trace(recorded: Trace) -> dict[str, Any]:
         "cotangents": names(recorded.cotangents),
         "returns": names(recorded.returns),
         "grads": names(recorded.grads),
+        "flows": [names(nodes) for nodes in recorded.flows],
         "captured": {path: n.name for path, n in recorded.captured.items()},
         "constants": {name: [_word(t.dtype), list(t.shape), t.flatten().tolist()] for name, t in recorded.constants.items()},
     }
@@ -175,7 +176,8 @@ def _read_trace(data: dict[str, Any], device: torch.device) -> Trace:
     }
     captured = {path: nodes[n] for path, n in data["captured"].items()}
     return Trace(
-        graph, find(data["operands"]), find(data["cotangents"]), find(data["returns"]), find(data["grads"]), captured, constants
+        graph, find(data["operands"]), find(data["cotangents"]), find(data["returns"]), find(data["grads"]),
+        [find(names) for names in data["flows"]], captured, constants,
     )  # fmt: skip
 
 

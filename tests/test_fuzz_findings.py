@@ -16,8 +16,8 @@ NATIVE = backends()[0]  # of the device that the tests run on
 
 
 def test_a_backward_in_which_nothing_needs_a_gradient_builds():
-    x, p = torch.randn(3, 5, requires_grad=True), torch.tensor(0.5, requires_grad=True)
-    (y,), _ = flexsn.scan(lambda x, p, q: q * 2.0, [x], [], [p, torch.randn(5)], backend=NATIVE)
+    x, p, q = torch.randn(3, 5, requires_grad=True), torch.tensor(0.5, requires_grad=True), torch.randn(5, requires_grad=True)
+    (y,), _ = flexsn.scan(lambda x, p, q: q * 2.0, [x], [], [p, q], backend=NATIVE)
     grads = torch.autograd.grad(y, [x, p], torch.ones_like(y), allow_unused=True)
     assert all(g is None or not g.any() for g in grads)
 

@@ -1,6 +1,7 @@
 """`flexsn.scan`: derivatives, what is computed and what is not, autograd's own rules, programs and threads."""
 
 import gc
+import itertools
 import threading
 import warnings
 import weakref
@@ -167,6 +168,54 @@ def test_no_differentiable_result_at_all():
     result = flexsn.scan(lambda x, n: (x > 0, n + (x > 0)), [x], [torch.zeros(4, dtype=torch.int64)], backend="cpp")
     assert not result.outputs[0].requires_grad and not result.states[0].requires_grad
     assert torch.equal(result.states[0], (x > 0).sum(0))
+
+
+GAIN = torch.tensor(0.5, requires_grad=True)
+FLOWS = {  # inputs, states, core
+    "a gain behind a filter": (1, 1, lambda x, v: (GAIN * (0.9 * v + x), 0.9 * v + x)),
+    "a counter": (1, 1, lambda x, n: (x * 2 * (n < 50), n + 1)),
+    "two apart": (2, 1, lambda x, y, v: (x * 1.0, y * v, v + 1)),
+    "changing places": (1, 2, lambda x, a, b: (a * 1.0, b * 1.0, b, a)),
+    "a delay": (1, 3, lambda x, a, b, c: (c * 1.0, x + 0, a + 0, b + 0)),
+    "identity": (1, 1, lambda x, v: (v, x)),
+    "detached": (1, 2, lambda x, v, u: (v + u, v.detach() + x, u.detach() * 0.5)),
+    "rounded": (1, 1, lambda x, v: ((v + x).round(), (v + x).round())),
+    "spikes": (1, 1, lambda x, v: (flexsn.surrogate.atan(v + x - 1), (v + x).sign())),
+    "a state of a param": (1, 1, lambda x, v: (v * 0.5, GAIN * 1.0 + 0 * v.detach())),
+}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_results_require_grad_where_the_eager_loop_s_do(name):
+    """What no operand that requires grad flows into does not."""
+    inputs, states, core = FLOWS[name]
+
+    def flags(backend, T, needs, absent, sequences):
+        xs = [torch.rand(T, 4, requires_grad=need) for need in needs[:inputs]]
+        vs = [None if gone else torch.rand(4, requires_grad=need) for need, gone in zip(needs[inputs:], absent, strict=True)]
+        found = flexsn.scan(core, xs, vs, backend=backend, store_state_seqs=sequences)
+        return [t.requires_grad for t in (*found.outputs, *found.states)]
+
+    either = [False, True]
+    masks = itertools.product(either, repeat=inputs + states), itertools.product(either, repeat=states)
+    for call in itertools.product([1, 2, 6], *masks, either):
+        want = flags("torch", *call)
+        assert flags("cpp", *call) == want, call
+        assert flags("cpp", *call) == want, call  # now through the door
+        if call[0] == 6 and not any(call[2]):
+            assert flags("hop", *call) == want, call
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that Inductor imports
+@pytest.mark.parametrize("how", ["eager", "compiled", "dynamic"])
+@pytest.mark.parametrize("name", ["a gain behind a filter", "a counter"])
+def test_carried_states_without_gradients_belong_to_no_graph(name, how):
+    neuron = flexsn.FlexSN(FLOWS[name][2], num_states=1, strict=True)
+    call = neuron if how == "eager" else torch.compile(neuron, fullgraph=True, dynamic=how == "dynamic")
+    for _ in range(3):
+        x = torch.rand(6, 4, requires_grad=name == "a counter")
+        call(x).sum().backward()
+        assert not neuron.states[0].requires_grad
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------------------------
