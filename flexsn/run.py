@@ -15,6 +15,7 @@ from torch import Tensor
 from . import _compat, launch_native
 from .blueprint import Shapes, rescale
 from .compile import Program, StaticModule
+from .errors import DeviceMismatchError
 from .graph import HALF
 from .memory import allocator
 from .plan import Array, Plan
@@ -304,7 +305,11 @@ class Launch:
         written = [make(shape, strides, dtype) for shape, strides, dtype in self._results]
         if self.T == 0:
             _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._given, operands, strict=False)))
-        self._run([operands[place] for place in self._reads] + written, dims)
+        reads = [operands[place] for place in self._reads]
+        for t in reads:  # kernels take pointers
+            if t is not None and t.device != self._device:
+                raise self._is_elsewhere(t)
+        self._run(reads + written, dims)
         if self._entry is not None and launch_native.wanted() and (given is operands or _read_where_they_lie(given, operands)):
             self._settle(given, dims, written)
         return written
@@ -319,6 +324,12 @@ class Launch:
             reads = [(given[place], place) for place in self._reads]
             self.native = launch_native.launch(self.kernel, self._gpu, reads, written, self._present, dims, self.T, self.numel, entry)
             self._made_of = made_of
+
+    def _is_elsewhere(self, tensor: Tensor) -> DeviceMismatchError:
+        return DeviceMismatchError(
+            f"runs its {self.kernel.plan.direction} on {self._device}, and a tensor that it reads is on {tensor.device}",
+            core=self.kernel.plan.core, hint="Hooks of saved tensors must unpack where they packed, as those of `save_on_cpu` do.",
+        )  # fmt: skip
 
     def _with_indexed(self, given: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
         """The operands, then the params as the kernel takes them; two sizes per param."""

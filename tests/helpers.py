@@ -3,6 +3,7 @@
 import linecache
 import re
 
+import pytest
 import torch
 
 import flexsn
@@ -10,6 +11,8 @@ from flexsn.signature import make_signature
 
 # Forward results of exact ops must agree to the bit; gradients sum in another order: relative to the largest element.
 GRAD_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+on_cpu = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="of calls on a CPU")
 
 
 def leaf(tensor):

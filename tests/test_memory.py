@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def test_small_results_are_the_allocators():
-    assert torch.equal(empty((0, 3), torch.float32), torch.empty(0, 3))
+    assert torch.equal(empty((0, 3), torch.float32), torch.empty(0, 3, device=CPU))
     x = empty((SIZE - 1,), torch.float32)
     assert x.untyped_storage().nbytes() == 4 * (SIZE - 1)
 
@@ -74,7 +74,7 @@ def test_a_large_result_is_an_ordinary_tensor():
         return v * 2.0, v
 
     x = torch.randn(2, SIZE, requires_grad=True)
-    y = flexsn.scan(core, inputs=(x,), states=(None,), backend="cpp").outputs[0]
+    y = flexsn.scan(core, inputs=(x,), states=(None,)).outputs[0]
     y += 1.0  # in place on a result, as on any other
     y.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0) + torch.tensor([[1.0], [0.0]]))

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from cores import adlif, leaky, lif, relu_mem
+from helpers import on_cpu
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -47,7 +48,7 @@ def closure_neuron(n=4):
         v = v * w + x * scale
         return gate(v), v
 
-    return FlexSN(core, num_inputs=1, num_states=1, num_outputs=1, backend="cpp"), w, scale, gate
+    return FlexSN(core, num_inputs=1, num_states=1, num_outputs=1), w, scale, gate
 
 
 # --- calls ---------------------------------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def test_counts_that_do_not_fit_say_which_would(core, counts, hint):
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_sequence_call(backend):
     x = torch.randn(7, 4)
     net = FlexSN(lif, 1, 1, 1, params=lif_params(), backend=backend, store_state_seqs=True)
@@ -94,7 +95,7 @@ def test_sequence_call(backend):
     assert torch.equal(net.states[0], want.states[0][-1])
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_single_steps_are_the_sequence(backend):
     x = torch.randn(7, 4)
     whole = FlexSN(lif, 1, 1, 1, params=lif_params(), backend=backend)
@@ -105,7 +106,7 @@ def test_single_steps_are_the_sequence(backend):
 
 def test_states_are_carried_until_reset():
     x = torch.randn(8, 4)
-    net = FlexSN(lif, 1, 1, 1, params=lif_params(), backend="cpp")
+    net = FlexSN(lif, 1, 1, 1, params=lif_params())
     whole = net(x).detach()
     net.reset()
     assert net.states is None
@@ -161,7 +162,7 @@ def test_single_steps_may_carry_values():
 
 def test_detach_states():
     x = torch.randn(4, 4, requires_grad=True)
-    net = FlexSN(lif, 1, 1, 1, params=lif_params(), backend="cpp")
+    net = FlexSN(lif, 1, 1, 1, params=lif_params())
     net(x)
     assert net.states[0].requires_grad
     flexsn.detach_states(nn.ModuleList([net]))
@@ -175,7 +176,7 @@ def test_gradients_flow_through_carried_states():
     x, xs = torch.randn(6, 4, dtype=f64), []
     for split in (False, True):
         leaf = x.clone().requires_grad_()
-        net = FlexSN(leaky, 1, 1, 1, params=[torch.tensor(0.5, dtype=f64)], backend="cpp")
+        net = FlexSN(leaky, 1, 1, 1, params=[torch.tensor(0.5, dtype=f64)])
         y = torch.cat([net(leaf[:2]), net(leaf[2:])]) if split else net(leaf)
         y.square().sum().backward()
         xs.append(leaf.grad)
@@ -188,12 +189,12 @@ def test_overridden_init_states():
         def init_states(num_states, step_mode, *inputs):
             return [torch.full_like(inputs[0][0] if step_mode == "m" else inputs[0], 2.0)]
 
-    net = Charged(leaky, 1, 1, 1, params=[torch.tensor(1.0)], backend="cpp")
+    net = Charged(leaky, 1, 1, 1, params=[torch.tensor(1.0)])
     net(torch.zeros(3, 4))
     assert torch.equal(net.states[0], torch.full((4,), 2.0))
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_initial_states(backend, dtype):
     x = torch.randn(5, 3, 4).to(dtype)
@@ -212,7 +213,7 @@ def test_initial_states(backend, dtype):
         assert torch.equal(torch.stack([steps(row, row)[1] for row in x]), got[1])
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_initial_states_take_the_dtype_of_inputs_and_parameters(backend):
     net = FlexSN(leaky, 1, 1, 1, params=[torch.full((4,), 0.5, dtype=f64)], backend=backend, initial_states=[1.0])
     net(torch.zeros(2, 4))
@@ -222,7 +223,7 @@ def test_initial_states_take_the_dtype_of_inputs_and_parameters(backend):
     assert torch.equal(net.states[0], torch.full((4,), 0.25))
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_initial_states_from_a_function(backend):
     v0 = torch.rand(4, requires_grad=True)
     net = FlexSN(leaky, 1, 1, 1, params=[torch.tensor(0.5)], backend=backend, initial_states=lambda x: [v0 + x[0].mean()])
@@ -234,7 +235,7 @@ def test_initial_states_from_a_function(backend):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_initial_states_in_a_compiled_call(backend):
     net = FlexSN(leaky, 1, 1, 1, params=[torch.tensor(0.5)], backend=backend, initial_states=[1.5])
     compiled, x = torch.compile(net, fullgraph=True, backend="aot_eager"), torch.rand(5, 4)
@@ -254,7 +255,7 @@ def test_initial_states_that_do_not_fit():
 
 
 def test_zero_steps():
-    net = FlexSN(lif, 1, 1, 1, params=lif_params(), backend="cpp", store_state_seqs=True)
+    net = FlexSN(lif, 1, 1, 1, params=lif_params(), store_state_seqs=True)
     assert net(torch.randn(0, 4)).shape == (0, 4) and torch.equal(net.states[0], torch.zeros(4))
     y = net(torch.randn(3, 4))
     assert y.shape == (3, 4) and net.state_seqs[0].shape == (3, 4)
@@ -279,7 +280,7 @@ class Scaling:
 @pytest.mark.parametrize(
     "make", [lambda gain: functools.partial(scaled, gain=gain), scaling, Scaling], ids=["partial", "closure", "object"]
 )
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_another_core_of_the_same_kind_is_seen(make, backend):
     x, net = torch.rand(5, 3), FlexSN(make(2.0), 1, 1, backend=backend)
     assert torch.equal(net(x), 2 * x)
@@ -295,9 +296,9 @@ def test_mistakes():
     with pytest.raises(OperandCountError, match="do not fit"):
         FlexSN(lif, 3, 2)
     with pytest.raises(ReturnCountError, match="2 outputs"):
-        FlexSN(lif, 1, 1, 2, params=lif_params(), backend="cpp")(torch.randn(3, 4))
+        FlexSN(lif, 1, 1, 2, params=lif_params())(torch.randn(3, 4))
     with pytest.raises(ReturnCountError, match=r"returned 1 values, and the last 1 are taken as the new states \(num_states=1\)"):
-        FlexSN(lambda x, v: x + v, 1, 1, backend="cpp")(torch.randn(3, 4))
+        FlexSN(lambda x, v: x + v, 1, 1)(torch.randn(3, 4))
     with pytest.raises(ValueError, match="step_mode"):
         FlexSN(lif, 1, 1, 1, step_mode="x")
 
@@ -332,18 +333,18 @@ def test_gradients_reach_the_users_parameter_and_steps_are_seen(counts):
 
 
 def test_module_core_is_a_submodule():
-    net = FlexSN(Core(), 1, 1, 1, backend="cpp")
+    net = FlexSN(Core(), 1, 1, 1)
     assert net.state_dict().keys() == {"core.w", "core.scale"} and len(list(net.parameters())) == 1
     net(torch.randn(3, 4)).sum().backward()
     assert net.core.w.grad is not None
 
 
 def module_neuron():
-    return FlexSN(Core(), 1, 1, 1, backend="cpp")
+    return FlexSN(Core(), 1, 1, 1)
 
 
 def param_neuron():
-    return FlexSN(leaky, 1, 1, 1, params=[nn.Parameter(torch.rand(4))], backend="cpp")
+    return FlexSN(leaky, 1, 1, 1, params=[nn.Parameter(torch.rand(4))])
 
 
 MAKERS = {"closure": lambda: closure_neuron()[0], "module": module_neuron, "params": param_neuron}
@@ -438,9 +439,7 @@ def test_two_modules_of_one_closure_are_independent_after_a_copy():
         w.zero_()
     x = torch.randn(5, 4)
     assert not torch.equal(net(x), twin(x))
-    assert torch.equal(
-        flexsn.scan(net.core, [x], [None], backend="cpp").outputs[0], flexsn.scan(net.core, [x], [None], backend="torch").outputs[0]
-    )
+    assert torch.equal(flexsn.scan(net.core, [x], [None]).outputs[0], flexsn.scan(net.core, [x], [None], backend="torch").outputs[0])
 
 
 def test_functional_call_on_a_network():
@@ -464,7 +463,7 @@ def test_rebinding_the_closure_of_a_module():
     def core(x, v):
         return x * w, v
 
-    net, x = FlexSN(core, 1, 1, 1, backend="cpp"), torch.randn(3, 4)
+    net, x = FlexSN(core, 1, 1, 1), torch.randn(3, 4)
     net(x)
     w = nn.Parameter(torch.rand(4))
     assert torch.equal(net(x), x * w)
@@ -473,12 +472,12 @@ def test_rebinding_the_closure_of_a_module():
 
 def test_a_network_trains():
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(3, 16), FlexSN(lif, 1, 1, 1, params=lif_params(), backend="cpp"), nn.Linear(16, 1))
+    net = nn.Sequential(nn.Linear(3, 16), FlexSN(lif, 1, 1, 1, params=lif_params()), nn.Linear(16, 1))
     x = torch.rand(10, 64, 3)
     target = (x.mean(0).sum(1, keepdim=True) > 1.5).float()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
     losses = []
-    for _ in range(60):
+    for _ in range(100):
         flexsn.reset_net(net)
         loss = nn.functional.binary_cross_entropy_with_logits(net(x).mean(0), target)
         optimizer.zero_grad()
@@ -571,7 +570,7 @@ def test_walks_over_a_network_that_its_neuron_leads_to_end(how, walk):
     assert {n for n, _ in net.named_parameters()} == {"w", "first.weight", "first.bias", "norm.weight", "norm.bias"}
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("which", ["copy", "original"])
 def test_a_parametrized_module_beside_a_copy(which, backend):
     """`parametrize` gives a module a class of its own; a core that is a method runs on the copy's contents."""
@@ -613,7 +612,7 @@ def test_parametrized_parameters(make, holder, name):
 def test_weight_norm_of_a_module_core():
     net, x = FlexSN(nn.utils.parametrizations.weight_norm(Core(), "w"), 1, 1).double(), torch.randn(5, 4, dtype=f64)
     grads = []
-    for backend in ("cpp", "torch"):
+    for backend in ("auto", "torch"):
         net.backend = backend
         net.reset()
         grads.append(torch.autograd.grad(net(x).square().sum(), list(net.parameters())))
@@ -668,6 +667,7 @@ class Spikes(torch.utils.data.Dataset):
             return self.neuron(torch.full((5, 4), float(i)))
 
 
+@on_cpu
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_workers_of_a_loader(start):
@@ -916,7 +916,7 @@ WAYS = [two_names, two_tuples, a_module_and_its_child, a_method_and_its_owner, l
 
 
 @pytest.mark.parametrize("make", WAYS, ids=[*[f.__name__ for f in WAYS[:4]], "a_method", "a_partial_of_a_module"])
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_a_copy_has_its_own_under_every_name(make, backend):
     net, x = FlexSN(make(), 1, 1, backend=backend, stateful=False), torch.ones(3, 4)
     twin = copy.deepcopy(net)

@@ -9,14 +9,21 @@ import weakref
 import pytest
 import torch
 from cores import adlif, leaky, lif, relu_mem
+from helpers import on_cpu
 from torch import nn
 
 import flexsn
 from flexsn import FlexSN, doors, launch_native, run
-from flexsn.errors import BatchedGradientError, DoubleBackwardError, FreedGraphError, OperandTypeError, ShapeMismatchError
+from flexsn.errors import (
+    BatchedGradientError,
+    DeviceMismatchError,
+    DoubleBackwardError,
+    FreedGraphError,
+    OperandTypeError,
+    ShapeMismatchError,
+)
 
 TAU, TH = 2.0, 1.0
-on_cpu = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="of calls on a CPU")
 
 
 def lif_of_numbers(x, v):
@@ -307,6 +314,21 @@ def test_saved_tensors_may_come_back_otherwise():
     with torch.autograd.graph.save_on_cpu():
         y = neuron(x)
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+
+
+@pytest.mark.parametrize("calls", [0, 3], ids=["first call", "through the door"])
+def test_what_hooks_unpack_on_another_device_is_refused(calls):
+    """The kernel would follow a pointer to nowhere."""
+    neuron, x = neuron_of("lif"), torch.randn(20, 6, 4, requires_grad=True)
+    for _ in range(calls):
+        (want,) = torch.autograd.grad(neuron(x).sum(), x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.to("meta")):
+        y = neuron(x)
+    assert through_door(y) is (calls > 0)
+    with pytest.raises(DeviceMismatchError, match=f"runs its backward on {x.device}, and .* is on meta"):
+        y.sum().backward()
+    if calls:
+        assert torch.equal(torch.autograd.grad(neuron(x).sum(), x)[0], want)
 
 
 @on_cpu

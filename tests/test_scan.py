@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from cores import adlif, leaky, lif
-from helpers import check, evaluate
+from helpers import check, evaluate, on_cpu
 
 import flexsn
 from flexsn import run
@@ -36,7 +36,7 @@ def test_gradcheck(T, sequences):
     def run_it(scale_, x, z, v, w, a, b):
         nonlocal scale
         scale = scale_
-        result = flexsn.scan(smooth, [x, z], [v, w], [a, b], backend="cpp", store_state_seqs=sequences)
+        result = flexsn.scan(smooth, [x, z], [v, w], [a, b], store_state_seqs=sequences)
         return (*result.outputs, *result.states)
 
     operands = leaves((), (T, 2, 3), (T, 3), (2, 3), (3,), (2, 1), ())
@@ -47,8 +47,8 @@ def test_gradcheck_through_two_calls():
     """The final states of one call are the initial states of the next."""
 
     def run_it(x, v, decay):
-        first = flexsn.scan(leaky, [x], [v], [decay], backend="cpp")
-        second = flexsn.scan(leaky, [x.flip(0)], first.states, [decay], backend="cpp", store_state_seqs=True)
+        first = flexsn.scan(leaky, [x], [v], [decay])
+        second = flexsn.scan(leaky, [x.flip(0)], first.states, [decay], store_state_seqs=True)
         return first.outputs[0], *second.outputs, *second.states
 
     assert torch.autograd.gradcheck(run_it, leaves((3, 4), (4,), (4,)))
@@ -78,7 +78,7 @@ def test_no_gradient_for_what_does_not_require_it(backward_calls):
     for name, (roles, statics) in cases.items():
         operands = {"x": x.clone(), "v": v.clone(), "tau": tau.clone(), "v_th": v_th.clone()}
         operands[name].requires_grad_()
-        flexsn.scan(lif, [operands["x"]], [operands["v"]], [operands["tau"], operands["v_th"]], backend="cpp").outputs[0].sum().backward()
+        flexsn.scan(lif, [operands["x"]], [operands["v"]], [operands["tau"], operands["v_th"]]).outputs[0].sum().backward()
         assert {n for n, t in operands.items() if t.grad is not None} == {name}
         wanted, wanted_statics, cotangents = backward_calls.pop()
         assert (wanted, wanted_statics, cotangents) == (roles, statics, ["gy0"])
@@ -89,7 +89,7 @@ def test_no_gradient_for_what_does_not_require_it(backward_calls):
 
 def test_only_the_asked_gradient_of_autograd_grad(backward_calls):
     x, v, decay = leaves((5, 4), (4,), ())
-    y = flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0].sum()
+    y = flexsn.scan(leaky, [x], [v], [decay]).outputs[0].sum()
     torch.autograd.grad(y, [v], retain_graph=True)
     torch.autograd.grad(y, [decay])
     assert "gv0" in backward_calls[0][0]
@@ -107,7 +107,7 @@ def test_a_kernel_writes_only_what_is_wanted():
         v = v + (x - v) * tau
         return v * v, v
 
-    flexsn.scan(fresh, [x], [v], [torch.tensor(0.5)], backend="cpp").outputs[0].sum().backward()
+    flexsn.scan(fresh, [x], [v], [torch.tensor(0.5)]).outputs[0].sum().backward()
     program = next(p for p, _ in reversed(compiling._exact.values()) if p.sig.core == "fresh")
     plans = [k.plan for k in program._kernels.values() if k.plan.direction == "backward"]
     assert [[a.role for a in p.writes] for p in plans] == [["gx0"]]
@@ -118,19 +118,19 @@ def test_nothing_requires_grad_nothing_saved(monkeypatch):
     original = run.forward
     monkeypatch.setattr(run, "forward", lambda *a, **k: saves.append(k.get("save", a[-1])) or original(*a, **k))
     x, v, decay = torch.randn(5, 4), torch.randn(4), torch.tensor(0.5)
-    y = flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0]
+    y = flexsn.scan(leaky, [x], [v], [decay]).outputs[0]
     assert not y.requires_grad and saves == [False]
     with torch.no_grad():
-        y = flexsn.scan(leaky, [x.requires_grad_()], [v], [decay], backend="cpp").outputs[0]
+        y = flexsn.scan(leaky, [x.requires_grad_()], [v], [decay]).outputs[0]
     assert not y.requires_grad and saves == [False, False]
     with torch.inference_mode():
-        assert not flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0].requires_grad
-    assert flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0].requires_grad and saves[-1] is True
+        assert not flexsn.scan(leaky, [x], [v], [decay]).outputs[0].requires_grad
+    assert flexsn.scan(leaky, [x], [v], [decay]).outputs[0].requires_grad and saves[-1] is True
 
 
 def test_cotangents_of_zero_outputs_are_not_needed():
     x, v, decay = leaves((5, 4), (4,), ())
-    result = flexsn.scan(leaky, [x], [v], [decay], backend="cpp", store_state_seqs=True)
+    result = flexsn.scan(leaky, [x], [v], [decay], store_state_seqs=True)
     grads = torch.autograd.grad(result.states[0][2].sum(), [x, v, decay], retain_graph=True)
     assert not grads[0][3:].any() and grads[0][:3].all()
     both = torch.autograd.grad(result.states[0].sum() + result.outputs[0].sum(), [x])
@@ -145,7 +145,7 @@ def test_hard_threshold_has_no_gradient():
         return s, v > 0.5, v.to(torch.int32), v
 
     x, v = leaves((5, 4), (4,))
-    result = flexsn.scan(hard, [x], [v], backend="cpp", store_state_seqs=True)
+    result = flexsn.scan(hard, [x], [v], store_state_seqs=True)
     want = flexsn.scan(hard, [x], [v], backend="torch", store_state_seqs=True)
     assert [t.requires_grad for t in (*result.outputs, *result.states)] == [False, False, False, True]
     assert [t.requires_grad for t in (*want.outputs, *want.states)] == [False, False, False, True]
@@ -165,7 +165,7 @@ def test_state_reset_by_a_hard_threshold():
 
 def test_no_differentiable_result_at_all():
     x = torch.randn(5, 4, requires_grad=True)
-    result = flexsn.scan(lambda x, n: (x > 0, n + (x > 0)), [x], [torch.zeros(4, dtype=torch.int64)], backend="cpp")
+    result = flexsn.scan(lambda x, n: (x > 0, n + (x > 0)), [x], [torch.zeros(4, dtype=torch.int64)])
     assert not result.outputs[0].requires_grad and not result.states[0].requires_grad
     assert torch.equal(result.states[0], (x > 0).sum(0))
 
@@ -200,8 +200,8 @@ def test_results_require_grad_where_the_eager_loop_s_do(name):
     masks = itertools.product(either, repeat=inputs + states), itertools.product(either, repeat=states)
     for call in itertools.product([1, 2, 6], *masks, either):
         want = flags("torch", *call)
-        assert flags("cpp", *call) == want, call
-        assert flags("cpp", *call) == want, call  # now through the door
+        assert flags("auto", *call) == want, call
+        assert flags("auto", *call) == want, call  # now through the door
         if call[0] == 6 and not any(call[2]):
             assert flags("hop", *call) == want, call
 
@@ -221,7 +221,7 @@ def test_carried_states_without_gradients_belong_to_no_graph(name, how):
 # --- graphs ------------------------------------------------------------------------------------------------------------------------
 def test_retained_graph_is_walked_twice():
     x, v, decay = leaves((20, 4), (4,), ())
-    y = flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0].sum()
+    y = flexsn.scan(leaky, [x], [v], [decay]).outputs[0].sum()
     first = torch.autograd.grad(y, [x, v, decay], retain_graph=True)
     second = torch.autograd.grad(y, [x, v, decay])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -231,7 +231,7 @@ def test_retained_graph_is_walked_twice():
 
 def test_double_backward_is_refused():
     x, v, decay = leaves((5, 4), (4,), ())
-    y = flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0].sum()
+    y = flexsn.scan(leaky, [x], [v], [decay]).outputs[0].sum()
     with pytest.raises(DoubleBackwardError, match=r"leaky.*create_graph"):
         torch.autograd.grad(y, [x], create_graph=True)
 
@@ -240,10 +240,10 @@ def test_double_backward_is_refused():
 def test_in_place_change_between_forward_and_backward(which):
     operands = {"x": torch.randn(5, 4, dtype=f64), "v": torch.randn(4, dtype=f64), "decay": torch.tensor(0.5, dtype=f64)}
     grad = torch.ones((), dtype=f64, requires_grad=True)
-    y = flexsn.scan(leaky, [operands["x"] * 1 if which != "x" else operands["x"]], [operands["v"]], [operands["decay"]], backend="cpp")
+    y = flexsn.scan(leaky, [operands["x"] * 1 if which != "x" else operands["x"]], [operands["v"]], [operands["decay"]])
     assert not y.outputs[0].requires_grad
     other = {n: (t if n == which else t * grad) for n, t in operands.items()}
-    y = flexsn.scan(leaky, [other["x"]], [other["v"]], [other["decay"]], backend="cpp").outputs[0].sum()
+    y = flexsn.scan(leaky, [other["x"]], [other["v"]], [other["decay"]]).outputs[0].sum()
     operands[which].add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
@@ -257,7 +257,7 @@ def test_in_place_change_of_a_captured_tensor():
         return v * v, v
 
     (x,) = leaves((5, 4))
-    y = flexsn.scan(captured, [x], [None], backend="cpp").outputs[0].sum()
+    y = flexsn.scan(captured, [x], [None]).outputs[0].sum()
     w.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
@@ -265,7 +265,7 @@ def test_in_place_change_of_a_captured_tensor():
 
 def test_in_place_change_of_results_is_safe():
     x, v, decay = leaves((20, 4), (4,), ())
-    result = flexsn.scan(leaky, [x], [v], [decay], backend="cpp")
+    result = flexsn.scan(leaky, [x], [v], [decay])
     want = torch.autograd.grad(result.outputs[0].sum(), [x], retain_graph=True)[0]
     y = result.outputs[0]
     (y * 1).mul_(3).sum()
@@ -275,7 +275,7 @@ def test_in_place_change_of_results_is_safe():
 
 def test_nothing_is_kept_alive():
     x, v, decay = leaves((20, 4), (4,), ())
-    y = flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0]
+    y = flexsn.scan(leaky, [x], [v], [decay]).outputs[0]
     alive = weakref.ref(x), weakref.ref(y)
     del x, v, decay, y
     gc.collect()
@@ -287,7 +287,7 @@ def test_empty_sequences_and_empty_neurons():
         x, v = torch.randn(T, *shape, requires_grad=True), torch.randn(shape, requires_grad=True)
         decay = torch.tensor(0.5, requires_grad=True)
         for sequences in (False, True):
-            result = flexsn.scan(leaky, [x], [v], [decay], backend="cpp", store_state_seqs=sequences)
+            result = flexsn.scan(leaky, [x], [v], [decay], store_state_seqs=sequences)
             assert result.outputs[0].shape == (T, *shape)
             assert result.states[0].shape == ((T, *shape) if sequences else shape)
             grads = torch.autograd.grad(
@@ -309,7 +309,7 @@ def test_final_state_alone_gives_gradients():
 def test_loss_scales_with_tensor_hooks():
     x, v, decay = leaves((5, 4), (4,), ())
     seen = []
-    result = flexsn.scan(leaky, [x], [v], [decay], backend="cpp")
+    result = flexsn.scan(leaky, [x], [v], [decay])
     result.outputs[0].register_hook(lambda g: seen.append(g.shape) or g * 2)
     (result.outputs[0].sum()).backward()
     want = torch.autograd.grad(2 * flexsn.scan(leaky, [x], [v], [decay], backend="torch").outputs[0].sum(), [x])[0]
@@ -321,28 +321,29 @@ def test_activation_checkpointing_and_anomaly_mode():
     from torch.utils.checkpoint import checkpoint
 
     x, v, decay = leaves((5, 4), (4,), ())
-    plain = flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0]
+    plain = flexsn.scan(leaky, [x], [v], [decay]).outputs[0]
     want = torch.autograd.grad(plain.sum(), [x, decay])
-    again = checkpoint(lambda x, d: flexsn.scan(leaky, [x], [v], [d], backend="cpp").outputs[0], x, decay, use_reentrant=False)
+    again = checkpoint(lambda x, d: flexsn.scan(leaky, [x], [v], [d]).outputs[0], x, decay, use_reentrant=False)
     got = torch.autograd.grad(again.sum(), [x, decay])
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         with torch.autograd.detect_anomaly():
-            flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0].sum().backward()
+            flexsn.scan(leaky, [x], [v], [decay]).outputs[0].sum().backward()
 
 
 def test_saved_tensors_hooks_see_everything():
     x, v, decay = leaves((40, 4), (4,), ())
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t):
-        y = flexsn.scan(leaky, [x], [v], [decay], backend="cpp").outputs[0]
+        y = flexsn.scan(leaky, [x], [v], [decay]).outputs[0]
     want = torch.autograd.grad(flexsn.scan(leaky, [x], [v], [decay], backend="torch").outputs[0].sum(), [x])[0]
     torch.testing.assert_close(torch.autograd.grad(y.sum(), [x])[0], want)
     assert (40, 4) in packed
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------------------------
+@on_cpu
 def test_new_sizes_neither_capture_nor_build(counts):
     def sized(x, v, decay):
         v = v * decay + x
@@ -350,7 +351,7 @@ def test_new_sizes_neither_capture_nor_build(counts):
 
     def go(T, *shape):
         x, v, decay = torch.randn(T, *shape, requires_grad=True), torch.randn(shape), torch.tensor(0.5, requires_grad=True)
-        flexsn.scan(sized, [x], [v], [decay], backend="cpp").outputs[0].sum().backward()
+        flexsn.scan(sized, [x], [v], [decay]).outputs[0].sum().backward()
 
     go(5, 6, 7)
     assert (counts.programs, counts.builds) == (1, 2)
@@ -360,16 +361,17 @@ def test_new_sizes_neither_capture_nor_build(counts):
     assert counts.programs == 1
 
 
+@on_cpu
 def test_lambdas_made_anew_share_a_program(counts):
     x = torch.randn(3, 4)
     for _ in range(5):
-        flexsn.scan(lambda x, v: (x * 1.25 + v, v * 0.625 + x), [x], [None], backend="cpp")
+        flexsn.scan(lambda x, v: (x * 1.25 + v, v * 0.625 + x), [x], [None])
     assert (counts.programs, counts.builds) == (1, 1)
 
 
 def test_equal_cores_of_different_text_do_not_mix():
     x = torch.ones(2, 3)
-    results = [flexsn.scan(core, [x], [None], backend="cpp").outputs[0] for core in (lambda x, v: (x + 1, v), lambda x, v: (x + 2, v))]
+    results = [flexsn.scan(core, [x], [None]).outputs[0] for core in (lambda x, v: (x + 1, v), lambda x, v: (x + 2, v))]
     assert torch.equal(results[1] - results[0], torch.ones(2, 3))
 
 
@@ -382,6 +384,7 @@ def test_a_core_that_reads_shapes_is_captured_per_size():
         check(scaled, [torch.randn(3, *shape, dtype=f64)], [torch.randn(shape, dtype=f64)])
 
 
+@on_cpu
 def test_threads_compile_one_core_once(counts):
     def shared(x, v, decay):
         v = v * decay + x * 0.3125
@@ -394,7 +397,7 @@ def test_threads_compile_one_core_once(counts):
         try:
             barrier.wait()
             leaf = x.clone().requires_grad_()
-            y = flexsn.scan(shared, [leaf], [v], [decay], backend="cpp").outputs[0]
+            y = flexsn.scan(shared, [leaf], [v], [decay]).outputs[0]
             results.append((y.detach(), torch.autograd.grad(y.sum(), [leaf])[0]))
         except Exception as error:  # shown below: a thread's exception does not fail a test by itself
             errors.append(error)
@@ -408,13 +411,11 @@ def test_threads_compile_one_core_once(counts):
 
 
 def test_the_number_of_threads_does_not_change_a_bit(threads):
-    xs, ps = [torch.randn(20, 3, 7001)], [torch.tensor(1.75), torch.randn(3, 1).abs()]
+    xs, v, ps = [torch.randn(20, 3, 7001)], torch.randn(3, 7001), [torch.tensor(1.75), torch.randn(3, 1).abs()]
     found = []
     for n in (1, 2, 3):
         threads(n)
-        found.append(
-            evaluate(lif, xs, [torch.randn(3, 7001, generator=torch.Generator().manual_seed(1))], ps, backend="cpp", sequences=True)
-        )
+        found.append(evaluate(lif, xs, [v], ps, backend="auto", sequences=True))
     for values, grads in found[1:]:
         assert all(torch.equal(values[n], found[0][0][n]) for n in values)
         assert all(torch.equal(grads[n], found[0][1][n]) for n in ("x", "v"))

@@ -173,6 +173,10 @@ FAULTS = [
         "test_security.py::test_operands_of_the_operators_are_checked",
     ),
     Fault(
+        "kernels read wherever a pointer leads", "run.py", "t.device != self._device:", "False:",
+        "test_native.py::test_what_hooks_unpack_on_another_device_is_refused[first call]",
+    ),
+    Fault(
         "zeros outlive the cotangent that they were made from", "graph.py", "    return bool(const.of) and", "    return False and",
         "test_fuzz_findings.py::test_zeros_made_from_an_absent_cotangent_are_absent[rounded]",
     ),
