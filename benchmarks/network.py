@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--steps", nargs="*", type=int, default=[4, 16])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--only", nargs="*", default=list(RUNS))
+    parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
     options = parser.parse_args()
     target = Path(options.output)
     document: dict = json.loads(target.read_text()) if target.exists() else {"T": {}}  # rows that are not measured again stay
