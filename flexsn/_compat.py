@@ -260,8 +260,14 @@ def under_modes(constants: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def functorch_active() -> bool:
     """Whether `torch.func` transforms are active (`grad`, `vmap`, `jvp`, ...) other than `functionalize`."""
-    stack = torch._C._functorch.get_interpreter_stack() or ()  # 2.11, 2.13
-    return any(level.key() != torch._C._functorch.TransformType.Functionalize for level in stack)
+    return bool(functorch_transforms())
+
+
+def functorch_transforms() -> list[str]:
+    """Those that are active, but for `functionalize`, by name (`"grad"`, `"vmap"`, ...), the outermost first."""
+    functorch = torch._C._functorch  # 2.11, 2.13
+    levels = functorch.get_interpreter_stack() or ()
+    return [level.key().name.lower() for level in levels if level.key() != functorch.TransformType.Functionalize]
 
 
 def below_autograd() -> bool:
@@ -318,6 +324,22 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
     while functorch.is_gradtrackingtensor(tensor) and not functorch_active():  # of a `grad` that has ended: ops look inside
         tensor = functorch.get_unwrapped(tensor)
     return functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def outlived_its_vmap(tensor: torch.Tensor) -> bool:
+    """Whether a `vmap` that has ended keeps the values, and none over as many runs in its place."""
+    functorch = torch._C._functorch  # 2.11, 2.13
+    running = {level.level(): level for level in functorch.get_interpreter_stack() or ()}
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        inside = functorch.get_unwrapped(tensor)
+        if functorch.is_batchedtensor(tensor):
+            level = running.get(functorch.maybe_get_level(tensor))
+            if level is None or level.key() != functorch.TransformType.Vmap:
+                return True
+            if functorch.CVmapInterpreterPtr(level).batchSize() != inside.shape[functorch.maybe_get_bdim(tensor)]:
+                return True
+        tensor = inside
+    return False
 
 
 def overrides_operators(cls: type) -> bool:

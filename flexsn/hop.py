@@ -58,9 +58,10 @@ flex_sn_scan = FlexSNScan()
 
 
 def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor) -> tuple[Tensor, ...]:
-    """By the engine; where no kernel can express the core, by PyTorch's scan in a trace and by a Python loop outside."""
+    """By the engine; where no kernel can express the core, by PyTorch's scan in a trace and by a Python loop outside, and under
+    `torch.func`, of which PyTorch's scan knows too little."""
     n, m = num_inputs, num_inputs + num_states
-    traced = _compat.transformed()
+    traced = _compat.transformed() and not _compat.functorch_active()
     try:
         _, sequences, outputs = run_core(
             core_fn, look(core_fn), {}, flat_args[:n], flat_args[n:m], flat_args[m:], backend="auto", strict=True, sequences=True,

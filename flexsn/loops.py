@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from . import _compat_tracing
+from . import _compat, _compat_tracing
 from .errors import (
     DoubleBackwardError,
     FlexSNError,
@@ -79,7 +79,8 @@ def lowerable_scan(
 
     Raises:
         ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
-        RuntimeError: this PyTorch has no `scan`; training with a result that is not floating-point; a second derivative.
+        RuntimeError: this PyTorch has no `scan`; training with a result that is not floating-point; a second derivative; a
+            transform of `torch.func` other than `vmap`.
     """
     return scan_operator(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
 
@@ -103,7 +104,8 @@ def lowerable_while_loop_scan(
 
     Raises:
         ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
-        RuntimeError: this PyTorch has no `while_loop` that stacks results; or a result would require grad.
+        RuntimeError: this PyTorch has no `while_loop` that stacks results; a result would require grad; or a
+            transform of `torch.func`.
     """
     return while_loop_operator(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
 
@@ -162,6 +164,9 @@ def scan_operator(
         return empty_results(core_fn, inputs, first, lifted, num_outputs, output_template_specs, states)
     template = _step(core_fn, [x[0] for x in inputs], first, lifted, num_outputs)  # for shapes and errors: dead code once compiled
     init = [_fresh(v) for v in _as_returned(core_fn, first, template[num_outputs:])]
+    if not torch.compiler.is_dynamo_compiling() and _compat.functorch_active():
+        _refuse_transforms("scan", "vmap")
+        init = [torch.where(torch.zeros_like(y, dtype=torch.bool), y, v) for v, y in zip(init, template[num_outputs:], strict=True)]
     differentiable = [y for y in template if y.requires_grad]
     if differentiable:
         _check_floating(template)
@@ -186,6 +191,12 @@ def scan_operator(
         for y in results:
             y.register_hook(_first_order_only)
     return tuple(results)
+
+
+def _refuse_transforms(operator: str, *taken: str) -> None:
+    others = [name for name in _compat.functorch_transforms() if name not in taken]
+    if others:
+        raise RuntimeError(f"PyTorch's `{operator}` does not run under `torch.func.{others[0]}`: use `eager_scan`")
 
 
 def _first_order_only(grad: Tensor) -> None:
@@ -216,6 +227,8 @@ def while_loop_operator(
     while_loop = _compat_tracing.while_loop_stack_operator()
     if while_loop is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `while_loop` operator that stacks results; use `eager_scan`")
+    if not torch.compiler.is_dynamo_compiling():
+        _refuse_transforms("while_loop")
     inputs, first, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     T = inputs[0].shape[0]
     if T == 0:

@@ -289,12 +289,20 @@ def _read_by(call: run.Call, tensors: tuple[Tensor | None, ...], captured: dict[
     return (*tensors[: len(tensors) - len(captured)], *[captured[name] for name in call.captured])
 
 
+def _is_without_memory(tensor: Tensor) -> bool:
+    return not _compat.is_plain(tensor)
+
+
 def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
-    """Raise if a call with real inputs is given states without values."""
-    if _compat.transformed() or not all(map(_compat.is_plain, inputs)):
+    """Raise if a call is given states that have no values for it: of a transform that has ended."""
+    if _compat.functorch_active():
+        stale = _compat.outlived_its_vmap
+    elif _compat.transformed() or not all(map(_compat.is_plain, inputs)):
         return
+    else:
+        stale = _is_without_memory
     for name, state in zip(sig.state_names, states, strict=True):
-        if state is not None and not _compat.is_plain(state):
+        if state is not None and stale(state):
             raise StaleStateError(
                 f"state `{name}` was left by a trace or a transform that has ended, and has no values", core=sig.core,
                 hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) after tracing or transforming it.",

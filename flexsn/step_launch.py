@@ -23,6 +23,7 @@ def flexsn_inference(f: StepKernel, info: FlexSNInfo, *args: Tensor | None) -> t
     Args:
         f: a kernel of `get_flexsn_inference_kernel` or `build_inference_kernel`.
         args: input sequences `[T, *shape]`, then initial states `[*shape]`; states that are None or left out are zeros.
+            Other dtypes than those the kernel was built for are cast to them.
 
     Returns:
         Output sequences, then state sequences, `[T, *shape]`; with `T == 0` they are empty.

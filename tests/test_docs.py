@@ -169,7 +169,7 @@ def test_compile_snippets_run():
     names: dict = {}
     exec(compile("\n".join(blocks), "compile.md", "exec"), names)
     torch.testing.assert_close(names["y"], names["net"](names["x"]))
-    torch.testing.assert_close(names["same"], names["outputs"])
+    torch.testing.assert_close(names["same"], names["spikes"])
     assert {n: g.shape for n, g in names["per_sample"].items()} == {n: (3, *p.shape) for n, p in names["params"].items()}
 
 

@@ -1,5 +1,6 @@
 """`flex_sn_scan`: eager, traced (`make_fx`, AOT), compiled; one node per direction for any T."""
 
+import contextlib
 import functools
 
 import pytest
@@ -269,3 +270,32 @@ def test_a_core_that_mixes_neurons_in_a_trace(untold):
         traced = make_fx(lambda x, v: flex_sn_scan(mixing, 1, 1, 1, x, v), tracing_mode="fake")(x, v)
     with pytest.warns(FallbackWarning, match="the eager loop"):
         assert_same(traced(x, v), python_loop(mixing, 1, 1, 1, x, v))
+
+
+def fusable(x, v):
+    v = 0.5 * v + x
+    return v.tanh(), v
+
+
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
+    "vmap": lambda f, x: torch.vmap(f)(torch.stack([x, 2 * x])),
+    "per sample": lambda f, x: torch.vmap(torch.func.grad(lambda x: f(x).square().sum()))(torch.stack([x, 2 * x])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of what forward mode imports
+@pytest.mark.parametrize("core", [fusable, mixing])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_what_no_kernel_expresses(transform, core, untold):
+    x, v, _ = operands(grad=False)
+
+    def through(scan):
+        return TRANSFORMS[transform](lambda x: scan(core, 1, 1, 1, x, v)[0], x)
+
+    told = core is mixing or transform in ("jvp", "jacfwd")
+    with pytest.warns(FallbackWarning, match="the eager loop") if told else contextlib.nullcontext():
+        got = through(flex_sn_scan)
+    torch.testing.assert_close(got, through(python_loop))

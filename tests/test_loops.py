@@ -303,6 +303,23 @@ def test_scan_refuses_second_derivatives(states, compiled):
         torch.autograd.grad(sum(g.square().sum() for g in found), args)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of what a `scan` under `vmap` cuts its first step with
+def test_operators_under_transforms():
+    """Each batch of `vmap` starts from one state. PyTorch itself fails elsewhere, with errors that name nothing."""
+    x, v, w = operands([(5, 3), (3,), (3,)])
+
+    def run(name, x):
+        return runner(name, "final", smooth, (1, 1, 1))(x, v, w)
+
+    xs = torch.stack([x, 2 * x])
+    torch.testing.assert_close(torch.vmap(lambda x: run("scan", x))(xs), torch.vmap(lambda x: run("eager", x))(xs))
+    with pytest.raises(RuntimeError, match=r"`while_loop` does not run under `torch.func.vmap`: use `eager_scan`"):
+        torch.vmap(lambda x: run("while_loop", x))(xs)
+    for name in ("scan", "while_loop"):
+        with pytest.raises(RuntimeError, match=rf"`{name}` does not run under `torch.func.grad`: use `eager_scan`"):
+            torch.func.grad(lambda x, name=name: run(name, x)[0].sum())(x)
+
+
 SPIKES = [
     surrogate.atan, surrogate.sigmoid, surrogate.fast_sigmoid, surrogate.super_spike, surrogate.piecewise_linear, surrogate.gaussian,
     surrogate.straight_through,

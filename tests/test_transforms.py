@@ -569,3 +569,29 @@ def test_states_that_a_transform_left_are_refused_by_name(use):
         use(net)
     net.reset()
     use(net)
+
+
+LATER = {
+    "grad": lambda net: torch.func.grad(lambda x: net(x).sum())(torch.randn(5, 3, 8)),
+    "other size": lambda net: vmap(net)(torch.randn(3, 5, 3, 8)),
+    "nested": lambda net: vmap(vmap(net))(torch.randn(3, 2, 5, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_states_that_a_vmap_left_are_no_other_transforms(later, backend):
+    net = params_neuron()
+    net.backend = backend
+    vmap(net)(torch.randn(2, 5, 3, 8))
+    with pytest.raises(StaleStateError, match=r"state `v`.*has ended.*\n.*`reset\(\)`"):
+        LATER[later](net)
+    net.reset()
+    LATER[later](net)
+
+
+def test_vmap_over_the_same_batch_carries_states():
+    net, xs = params_neuron(), torch.randn(2, 10, 3, 8)
+    got = torch.cat([vmap(net)(xs[:, :5]), vmap(net)(xs[:, 5:])], 1)
+    net.reset()
+    assert_same([got], [vmap(net)(xs)])

@@ -177,6 +177,14 @@ FAULTS = [
         "test_native.py::test_what_hooks_unpack_on_another_device_is_refused[first call]",
     ),
     Fault(
+        "what a vmap left is another transform's", "scan.py", "        stale = _compat.outlived_its_vmap\n", "        return\n",
+        "test_transforms.py::test_states_that_a_vmap_left_are_no_other_transforms[auto-grad]",
+    ),
+    Fault(
+        "PyTorch's scan runs under every transform", "hop.py", "_compat.transformed() and not _compat.functorch_active()", "_compat.transformed()",
+        "test_hop.py::test_transforms_of_what_no_kernel_expresses[grad-mixing]",
+    ),
+    Fault(
         "zeros outlive the cotangent that they were made from", "graph.py", "    return bool(const.of) and", "    return False and",
         "test_fuzz_findings.py::test_zeros_made_from_an_absent_cotangent_are_absent[rounded]",
     ),
