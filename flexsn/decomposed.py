@@ -27,7 +27,8 @@ Body = Callable[[Tensors, Tensors, Tensors], tuple[list[Tensor], list[Tensor]]] 
 def decompose(program: torch.export.ExportedProgram, loop: str = "scan") -> torch.export.ExportedProgram:
     """An exported program without flexsn's operators, for inference: what `torch.onnx.export` and others take.
 
-    It computes what the kernels do: 16-bit floats in float32, default states from zeros. Surrogate gradients are gone.
+    It computes what the kernels do: 16-bit floats in float32, default states from zeros. No gradient flows through its
+    neurons: surrogate gradients are gone, and autograd would find others in their place.
 
     Args:
         program: from `torch.export.export` or `torch.export.load`.
