@@ -166,6 +166,7 @@ def scan_operator(
     init = [_fresh(v) for v in _as_returned(core_fn, first, template[num_outputs:])]
     if not torch.compiler.is_dynamo_compiling() and _compat.functorch_active():
         _refuse_transforms("scan", "vmap")
+        # `scan` wants states that start in as many runs as the core leaves them in: these values, batched as those are
         init = [torch.where(torch.zeros_like(y, dtype=torch.bool), y, v) for v, y in zip(init, template[num_outputs:], strict=True)]
     differentiable = [y for y in template if y.requires_grad]
     if differentiable:
