@@ -1,5 +1,5 @@
 """Private names of PyTorch, each with the versions in which it was seen: 2.11, 2.13. Those of its tracers are in `_compat_tracing.py`,
-those that only its compiler has in `dynamo.py` and `inductor.py`."""
+those of `torch.func` in `_compat_transforms.py`, those that only its compiler has in `dynamo.py` and `inductor.py`."""
 
 from __future__ import annotations
 
@@ -189,12 +189,6 @@ def uncached_parametrizations() -> Iterator[None]:
             loaded._cache = hidden
 
 
-def has_tangent(tensor: torch.Tensor) -> bool:
-    while torch._C._functorch.is_batchedtensor(tensor):  # 2.11, 2.13: `unpack_dual` has no rule for it
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
-
-
 def autocast_on() -> bool:
     """Whether autocast is on for CPUs or GPUs: the public calls, which read a name each, where it is on for anything."""
     return _any_autocast() and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
@@ -246,28 +240,11 @@ def triton_version() -> tuple[int, ...]:
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
-def transformed() -> bool:
-    """Whether `torch.func` or a dispatch mode is active: tensors may then lack memory."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.13
-
-
 def under_modes(constants: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same tensors, made again where a dispatch mode sees it."""
     with disable_modes():
         values = [(t.tolist(), t.dtype, t.device) for t in constants]
     return [torch.tensor(v, dtype=dtype, device=device) for v, dtype, device in values]
-
-
-def functorch_active() -> bool:
-    """Whether `torch.func` transforms are active (`grad`, `vmap`, `jvp`, ...) other than `functionalize`."""
-    return bool(functorch_transforms())
-
-
-def functorch_transforms() -> list[str]:
-    """Those that are active, but for `functionalize`, by name (`"grad"`, `"vmap"`, ...), the outermost first."""
-    functorch = torch._C._functorch  # 2.11, 2.13
-    levels = functorch.get_interpreter_stack() or ()
-    return [level.key().name.lower() for level in levels if level.key() != functorch.TransformType.Functionalize]
 
 
 def below_autograd() -> bool:
@@ -302,13 +279,6 @@ def exiting() -> bool:
     return concurrent.futures.thread._shutdown  # Python 3.11, 3.12
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Not wrapped by a functorch transform, not fake, not functional: its memory can be read."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.device.type == "meta":
-        return False
-    return not is_wrapped(tensor)
-
-
 def has_storage(tensor: torch.Tensor) -> bool:
     """Not so of what `torch.autograd.grad(..., is_grads_batched=True)` passes."""
     try:
@@ -316,30 +286,6 @@ def has_storage(tensor: torch.Tensor) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a functorch transform, perhaps one that has ended, keeps the values."""
-    functorch = torch._C._functorch  # 2.11, 2.13
-    while functorch.is_gradtrackingtensor(tensor) and not functorch_active():  # of a `grad` that has ended: ops look inside
-        tensor = functorch.get_unwrapped(tensor)
-    return functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def outlived_its_vmap(tensor: torch.Tensor) -> bool:
-    """Whether a `vmap` that has ended keeps the values, and none over as many runs in its place."""
-    functorch = torch._C._functorch  # 2.11, 2.13
-    running = {level.level(): level for level in functorch.get_interpreter_stack() or ()}
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        inside = functorch.get_unwrapped(tensor)
-        if functorch.is_batchedtensor(tensor):
-            level = running.get(functorch.maybe_get_level(tensor))
-            if level is None or level.key() != functorch.TransformType.Vmap:
-                return True
-            if functorch.CVmapInterpreterPtr(level).batchSize() != inside.shape[functorch.maybe_get_bdim(tensor)]:
-                return True
-        tensor = inside
-    return False
 
 
 def overrides_operators(cls: type) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import _compat, plan
+from . import _compat, _compat_transforms, plan
 from .backends import BACKENDS
 from .blueprint import Blueprint, Shapes, draw
 from .capture import Meta, Trace
@@ -317,7 +317,7 @@ class StaticModule:
     def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> dict[str, Tensor]:
         if self.module is None:
             return {}
-        constants = _compat.under_modes(self.constants) if _compat.transformed() else self.constants
+        constants = _compat.under_modes(self.constants) if _compat_transforms.transformed() else self.constants
         values = self.module(*[statics[name] for name in self.operands], *constants, *sums)
         return dict(zip(self.results, values, strict=True))
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _compat, forks, launch_native, run, sharding
+from . import _compat, _compat_transforms, forks, launch_native, run, sharding
 from .capture import Meta
 from .compile import StaticModule
 from .errors import (
@@ -47,7 +47,7 @@ def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tenso
 
 def _by_python(call: run.Call, tensors: Tensors) -> list[Tensor]:
     """Outputs, final states, state sequences."""
-    if isinstance(call, TracedCall) and not (_compat.functorch_active() or _compat.below_autograd()):
+    if isinstance(call, TracedCall) and not (_compat_transforms.active() or _compat.below_autograd()):
         return _by_operator(call, tensors)
     results = _differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors)[0]
     call.open_door()
@@ -368,7 +368,7 @@ def call_of(program: str, inputs: Sequence[Tensor], states: Tensors, statics: Se
             f"but is given {', '.join(str(list(s)) for s in given)}", core=made.sig.core,
         )  # fmt: skip
     names = (*made.sig.param_names, *made.blueprint.captured(vjp=True))[: len(statics)]  # a program with its VJP may run without it
-    plain = not _compat.transformed() and all(t is None or _compat.is_plain(t) for t in tensors)
+    plain = not _compat_transforms.transformed() and all(t is None or _compat_transforms.is_plain(t) for t in tensors)
     differentiable = _compat.records_gradients() and any(t is not None and t.requires_grad for t in tensors)
     return (run.Call if plain else TracedCall)(made, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
 

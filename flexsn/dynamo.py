@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from . import _compat, absorb
+from . import _compat, _compat_transforms, absorb
 from .blueprint import Blueprint, draw
 from .capture import Meta
 from .errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
@@ -230,7 +230,7 @@ def _core_scan_variable(dynamo: Any) -> type:
         _HOP_NAME = "flexsn.scan"
 
         def _call_function(self, tx, args, kwargs):
-            if _compat.functorch_active():
+            if _compat_transforms.active():
                 raise Unsupported("a core under a `torch.func` transform: the transform runs uncompiled")
             with torch._dynamo.config.patch(specialize_float=True):  # numbers in a `partial` are constants of the kernel
                 args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat, _compat_transforms
 from .errors import ForwardModeError, MissingGradientError
 from .ops import LIBRARY, TAGS, program_from
 
@@ -20,7 +20,7 @@ def no_forward_mode(core: str) -> ForwardModeError:
 
 
 def refuse_forward_mode(core: str, tensors: Sequence[Tensor | None]) -> None:
-    if _compat.forward_ad_level() >= 0 and any(t is not None and _compat.has_tangent(t) for t in tensors):
+    if _compat.forward_ad_level() >= 0 and any(t is not None and _compat_transforms.has_tangent(t) for t in tensors):
         raise no_forward_mode(core)
 
 
@@ -44,7 +44,7 @@ class WithoutGradient(torch.autograd.Function):
     @staticmethod
     @_compat.unseen_by_dynamo
     def backward(ctx, *grads):
-        if _compat.functorch_active():
+        if _compat_transforms.active():
             _refuse_missing_gradient(ctx.core)
         saved = iter(ctx.saved_tensors)
         tensors = [next(saved) if there else None for there in ctx.there]
@@ -85,7 +85,7 @@ def _forward_alone(program, inputs, states, params, *others) -> list[Tensor]:
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         return below(*tensors)
     core = program_from(program, inputs[0].device).sig.core
-    if _compat.functorch_active():
+    if _compat_transforms.active():
         _refuse_missing_gradient(core)
     return list(WithoutGradient.apply(below, core, *tensors))
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _compat, _compat_tracing, dynamo
+from . import _compat, _compat_tracing, _compat_transforms, dynamo
 from .errors import CannotFuseError
 from .fallback import warn_once
 from .loops import Specs, check_scan_arguments, empty_results, python_loop, scan_operator
@@ -49,7 +49,7 @@ class FlexSNScan(_compat.HigherOrderOperator):
         inputs, states, lifted = check_scan_arguments(core_fn, *counts, flat_args, output_template_specs)
         if inputs[0].shape[0] == 0:
             return empty_results(core_fn, inputs, states, lifted, num_outputs, output_template_specs, "sequence")
-        if _compat.functorch_active():
+        if _compat_transforms.active():
             return fused(core_fn, *counts, *flat_args)
         return super().__call__(core_fn, *counts, *flat_args)
 
@@ -61,7 +61,7 @@ def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int,
     """By the engine; where no kernel can express the core, by PyTorch's scan in a trace and by a Python loop outside, and under
     `torch.func`, of which PyTorch's scan knows too little."""
     n, m = num_inputs, num_inputs + num_states
-    traced = _compat.transformed() and not _compat.functorch_active()
+    traced = _compat_transforms.transformed() and not _compat_transforms.active()
     try:
         _, sequences, outputs = run_core(
             core_fn, look(core_fn), {}, flat_args[:n], flat_args[n:m], flat_args[m:], backend="auto", strict=True, sequences=True,
@@ -77,7 +77,7 @@ def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int,
 @flex_sn_scan.py_impl(torch._C.DispatchKey.Autograd)
 def _autograd(core_fn, num_inputs, num_states, num_outputs, *flat_args):
     tensors = (*flat_args, *look(core_fn).tensors().values())
-    if not _compat.transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+    if not _compat_transforms.transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return fused(core_fn, num_inputs, num_states, num_outputs, *flat_args)
     with torch._C._AutoDispatchBelowAutograd():
         return _compat.HigherOrderOperator.__call__(flex_sn_scan, core_fn, num_inputs, num_states, num_outputs, *flat_args)

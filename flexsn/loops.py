@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from . import _compat, _compat_tracing
+from . import _compat_tracing, _compat_transforms
 from .errors import (
     DoubleBackwardError,
     FlexSNError,
@@ -164,7 +164,7 @@ def scan_operator(
         return empty_results(core_fn, inputs, first, lifted, num_outputs, output_template_specs, states)
     template = _step(core_fn, [x[0] for x in inputs], first, lifted, num_outputs)  # for shapes and errors: dead code once compiled
     init = [_fresh(v) for v in _as_returned(core_fn, first, template[num_outputs:])]
-    if not torch.compiler.is_dynamo_compiling() and _compat.functorch_active():
+    if not torch.compiler.is_dynamo_compiling() and _compat_transforms.active():
         _refuse_transforms("scan", "vmap")
         # `scan` wants states that start in as many runs as the core leaves them in: these values, batched as those are
         init = [torch.where(torch.zeros_like(y, dtype=torch.bool), y, v) for v, y in zip(init, template[num_outputs:], strict=True)]
@@ -195,7 +195,7 @@ def scan_operator(
 
 
 def _refuse_transforms(operator: str, *taken: str) -> None:
-    others = [name for name in _compat.functorch_transforms() if name not in taken]
+    others = [name for name in _compat_transforms.names() if name not in taken]
     if others:
         raise RuntimeError(f"PyTorch's `{operator}` does not run under `torch.func.{others[0]}`: use `eager_scan`")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat, _compat_transforms
 from .arguments import (
     InitialStates,
     Start,
@@ -286,9 +286,9 @@ class FlexSN(CoreOwner):
 
     def _refuse_stale(self) -> None:
         """What a transform left has no values to detach, copy or cast."""
-        if torch.compiler.is_dynamo_compiling() or self.states is None or _compat.functorch_active():
+        if torch.compiler.is_dynamo_compiling() or self.states is None or _compat_transforms.active():
             return
-        if any(map(_compat.is_wrapped, self.states)):
+        if any(map(_compat_transforms.is_wrapped, self.states)):
             raise StaleStateError(
                 "carries states that were left by a transform that has ended, and have no values", core=core_name(self.core),
                 hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) after transforming it.",

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from . import _compat
+from . import _compat, _compat_transforms
 from .errors import MonitorError
 from .module import FlexSN
 from .monitor_record import LayerRecord, Limits, Norm, States
@@ -250,7 +250,7 @@ def _after_call(record: LayerRecord, common: str, module: nn.Module, inputs: Any
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise MonitorError(f"{_name(record)} returns {type(first).__name__}, not a tensor", hint="Leave it out of `layers`.")
-    if not _compat.is_plain(first):
+    if not _compat_transforms.is_plain(first):
         raise MonitorError(f"{_name(record)} runs under torch.func or in a trace: no values to keep", hint="Leave the `with` before.")
     if _compat.current_backward() >= 0:  # an activation checkpoint runs the call again
         record.follow(first)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import _compat
+from . import _compat, _compat_transforms
 from .errors import PiecesError
 from .sharding import is_dtensor
 
@@ -81,7 +81,7 @@ def scan_pieces(
     found: list[tuple[Tensor, ...]] = []
     trails: list[tuple[Tensor, ...]] = []
     for k in pieces.numbers():
-        if pieces.one_shot or not torch.is_grad_enabled() or _compat.functorch_active():  # 2.11 cannot `vmap` a checkpoint
+        if pieces.one_shot or not torch.is_grad_enabled() or _compat_transforms.active():  # 2.11 cannot `vmap` a checkpoint
             results, finals, trail = one(k, *states)
             pieces.refuse_gradients((*results, *finals))
         else:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _compat, run
+from . import _compat, _compat_transforms, run
 from . import reads as reading
 from .blueprint import Blueprint, Shapes
 from .capture import Meta
@@ -32,14 +32,14 @@ def prepare(
     """Find or make the program for a call."""
     tensors = (*inputs, *states, *params, *captured.values())
     _refuse_overriding(sig, (*sig.names, *captured), tensors)
-    traced = _compat.transformed() or not all(t is None or _compat.is_plain(t) for t in tensors)
+    traced = _compat_transforms.transformed() or not all(t is None or _compat_transforms.is_plain(t) for t in tensors)
     device = inputs[0].device
     name = choose_backend(backend, device, sig.core, traced=traced)
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
     refuse_forward_mode(sig.core, tensors)
-    transformed = _compat.functorch_active()
+    transformed = _compat_transforms.active()
     differentiable = _compat.records_gradients() and any(_may_need_grad(t, transformed) for t in tensors)
 
     def operands(program: Program, trains: bool) -> tuple[tuple[str, ...], tuple[Tensor | None, ...]]:
@@ -88,7 +88,7 @@ def _refuse_overriding(sig: Signature, names: Sequence[str], tensors: Sequence[T
 def refuse_freed(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """PyTorch itself crashes on a tensor whose storage was freed."""
     for name, tensor in zip(names, tensors, strict=True):
-        if tensor is not None and type(tensor) in PLAIN and _compat.is_plain(tensor) and _compat.has_pointer(tensor):
+        if tensor is not None and type(tensor) in PLAIN and _compat_transforms.is_plain(tensor) and _compat.has_pointer(tensor):
             try:
                 addresses([tensor])
             except OperandTypeError as error:
@@ -128,7 +128,7 @@ def _while_tracing(name, core, seen: Reads, replaced, sig: Signature, metas, dev
     ins = sig.num_inputs + sig.num_states
     shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, shapes)  # which sizes must be equal
-    stand_in = functools.partial(_stand_in, transformed=_compat.functorch_active())  # asked before the transforms are set aside
+    stand_in = functools.partial(_stand_in, transformed=_compat_transforms.active())  # asked before the transforms are set aside
     with _compat.no_modes(), reading.stand_ins(seen, replaced, stand_in) as swapped:
         plain = seen.tensors(swapped)
         made: list[Program] = []

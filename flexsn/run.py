@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _compat, launch_native
+from . import _compat, _compat_transforms, launch_native
 from .blueprint import Shapes, rescale
 from .compile import Program, StaticModule
 from .errors import DeviceMismatchError
@@ -141,7 +141,7 @@ class Call:
     @functools.cached_property
     def constant(self) -> tuple[bool, ...]:
         """Of `results`, which do not require grad; empty if all do."""
-        everything = _compat.functorch_active()  # a level of a transform does not show what another one differentiates
+        everything = _compat_transforms.active()  # a level of a transform does not show what another one differentiates
         names = (*range(self.num_operands), *self.statics)
         needed = [name for name, need in zip(names, self.needs, strict=True) if need or everything]
         found = self.program.vjp.requiring_grad(needed, self.T if type(self.T) is int else None)[: len(self.results)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _compat, dynamo, reads_look, run, sharding
+from . import _compat, _compat_transforms, dynamo, reads_look, run, sharding
 from . import reads as reading
 from . import tune as tuning
 from .doors import disturbed, run_call, undisturbed
@@ -290,14 +290,14 @@ def _read_by(call: run.Call, tensors: tuple[Tensor | None, ...], captured: dict[
 
 
 def _is_without_memory(tensor: Tensor) -> bool:
-    return not _compat.is_plain(tensor)
+    return not _compat_transforms.is_plain(tensor)
 
 
 def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
     """Raise if a call is given states that have no values for it: of a transform that has ended."""
-    if _compat.functorch_active():
-        stale = _compat.outlived_its_vmap
-    elif _compat.transformed() or not all(map(_compat.is_plain, inputs)):
+    if _compat_transforms.active():
+        stale = _compat_transforms.outlived_its_vmap
+    elif _compat_transforms.transformed() or not all(map(_compat_transforms.is_plain, inputs)):
         return
     else:
         stale = _is_without_memory
@@ -357,7 +357,7 @@ def _tied(captured: dict[str, Tensor]) -> tuple[int, ...]:
 
 def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:
     """What a call depends on but for the values of its operands; None where one is no plain tensor, or calls are traced."""
-    if _compat.transformed():
+    if _compat_transforms.transformed():
         return None
     kinds: list[Any] = [_compat.records_gradients(), torch.get_default_dtype()]
     for t in tensors:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _compat
+from . import _compat_transforms
 from .errors import ArgumentError, OperandTypeError, ParamGradientError
 
 
@@ -74,8 +74,10 @@ def _check(spike: str, rules: dict[str, Rule], settings: dict[str, Any]) -> None
 
 def _check_tensors(spike: str, rules: dict[str, Rule], settings: dict[str, Any]) -> None:
     """Every value of them: once, when the surrogate is made, as this reads memory."""
+    if torch.compiler.is_dynamo_compiling():
+        return
     for name, value in settings.items():
-        if isinstance(value, Tensor) and rules[name].broadcasts and not torch.compiler.is_dynamo_compiling() and _compat.is_plain(value):
+        if isinstance(value, Tensor) and rules[name].broadcasts and _compat_transforms.is_plain(value):
             for number in value.detach().flatten().tolist():
                 if not rules[name].holds(number):
                     raise ArgumentError(f"{spike} needs {name} to be {rules[name].words}, but the tensor has a value of {number!r}")

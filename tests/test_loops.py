@@ -582,9 +582,7 @@ def test_core_that_cannot_take_the_arguments(name, core):
         runner(name, "sequence", core, (1, 1, 1))(X, V, V)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("eager", marks=pytest.mark.slow), "scan", pytest.param("while_loop", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["eager", "scan", "while_loop"])
 @pytest.mark.parametrize("mistake", [m for m in MISTAKES if m not in ("negative", "no tensor returned")])
 def test_mistakes_compiled(name, mistake):
     """With `fullgraph=True` PyTorch raises its own error, which quotes ours; without, ours comes out."""

@@ -177,12 +177,16 @@ FAULTS = [
         "test_native.py::test_what_hooks_unpack_on_another_device_is_refused[first call]",
     ),
     Fault(
-        "what a vmap left is another transform's", "scan.py", "        stale = _compat.outlived_its_vmap\n", "        return\n",
+        "what a vmap left is another transform's", "scan.py", "        stale = _compat_transforms.outlived_its_vmap\n", "        return\n",
         "test_transforms.py::test_states_that_a_vmap_left_are_no_other_transforms[auto-grad]",
     ),
     Fault(
-        "PyTorch's scan runs under every transform", "hop.py", "_compat.transformed() and not _compat.functorch_active()", "_compat.transformed()",
+        "PyTorch's scan runs under every transform", "hop.py", " and not _compat_transforms.active()\n", "\n",
         "test_hop.py::test_transforms_of_what_no_kernel_expresses[grad-mixing]",
+    ),
+    Fault(
+        "Dynamo compiles what asks for transforms", "_compat_transforms.py", "@unseen_by_dynamo\ndef names", "def names",
+        "test_loops.py::test_mistakes_compiled[no input-while_loop]",
     ),
     Fault(
         "zeros outlive the cotangent that they were made from", "graph.py", "    return bool(const.of) and", "    return False and",

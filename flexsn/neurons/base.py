@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .. import _compat
+from .. import _compat_transforms
 from ..arguments import InitialStates, Stateful
 from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN
@@ -242,7 +242,7 @@ def smallest(value: float | Tensor) -> float:
     """NaN if any is; of a tensor without values, 1."""
     if not isinstance(value, Tensor):
         return value
-    if not (_compat.is_plain(value) and value.numel()):
+    if not (_compat_transforms.is_plain(value) and value.numel()):
         return 1.0
     return value.detach().amin().item()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _compat
+from .. import _compat_transforms
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN
 from ..reads import Reads
@@ -122,7 +122,7 @@ def _check_tensors(name: str, example: Sequence[Any]) -> None:
     for i, x in enumerate(example):
         if not isinstance(x, Tensor):
             raise OperandTypeError(f"input {i} must be a tensor [T, *shape], not {type(x).__name__}", core=name)
-        if x.is_meta or not _compat.is_plain(x):
+        if x.is_meta or not _compat_transforms.is_plain(x):
             raise OperandTypeError(
                 f"input {i} has no values", core=name, hint="Kernels are built and timed: pass a real tensor of its kind."
             )
