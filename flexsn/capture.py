@@ -23,7 +23,8 @@ from torch import Tensor, fx
 
 from . import _compat
 from .errors import SideEffectError
-from .record import Recorder, mapped
+from .record import mapped
+from .record_vjp import VjpRecorder
 from .refuse import ValueReads, run_refusing
 from .signature import Signature, check_returns, check_values
 
@@ -119,7 +120,7 @@ def trace(
     """
     _compat.start_autograd()
     fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(sig, fake, device, captured, vjp)
+    recorder = VjpRecorder(sig, fake, device, captured, vjp)
     with _compat.quiet(), _undisturbed(), fake, torch.inference_mode(False), torch.set_grad_enabled(vjp):
         operands = []
         for i, meta in enumerate(metas):

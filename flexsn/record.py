@@ -22,7 +22,7 @@ from .errors import (
 )
 from .linear import LINEAR, PRODUCTS, addends, is_linear, leaves, most_moving
 from .lower import RULES
-from .refuse import Refusing, ValueReads, op_name
+from .refuse import Refusing, op_name
 from .signature import DTYPES, Signature, dtype_hint
 from .tape import getitem
 
@@ -157,7 +157,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         """Whether an op gives zero (or NaN) since a factor of it does, or all of its terms do."""
 
         def nil(arg: Any) -> bool:
-            return _is_nil(self.node_of(arg)) if isinstance(arg, Tensor) else isinstance(arg, (int, float)) and arg == 0
+            return is_nil(self.node_of(arg)) if isinstance(arg, Tensor) else isinstance(arg, (int, float)) and arg == 0
 
         if name in PRODUCTS:
             return any(map(nil, args))
@@ -172,18 +172,18 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         moving = [n for n in nodes if n.meta["kind"] == "step"]
         own = torch.broadcast_shapes(*[n.meta["val"].shape for n in moving])
         whole = torch.broadcast_shapes(*[n.meta["val"].shape for n in nodes])
-        return own.numel() < whole.numel() and any(n in self.cotangents for n in _behind(moving))
+        return own.numel() < whole.numel() and any(n in self.cotangents for n in behind(moving))
 
     def cotangents_behind(self, nodes: list[fx.Node]) -> tuple[str, ...]:
         """Names of the cotangents that nodes are computed from: zeros made of them (`round` passes such on) vanish with them."""
         found: set[str] = set()
-        for node in _behind(nodes) if self.in_backward else ():
+        for node in behind(nodes) if self.in_backward else ():
             found.update([node.name] if node in self.cotangents else node.meta.get("of", ()))
         return tuple(sorted(found))
 
     def states_behind(self, nodes: Sequence[fx.Node]) -> bool:
         """Whether nodes are computed from a state, which no call knows before its step."""
-        return any(self.operand_names.get(node) in self.sig.state_names for node in _behind(nodes))
+        return any(self.operand_names.get(node) in self.sig.state_names for node in behind(nodes))
 
     def reduced(self, func, args, kwargs, nodes: list[fx.Node]):
         """A sum over neurons in the backward of a param, or a linear function of one."""
@@ -209,7 +209,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         if not isinstance(addend, Tensor):
             return addend == 0
         node = self.node_of(addend)
-        return node.meta["kind"] != "static" or _is_nil(node)
+        return node.meta["kind"] != "static" or is_nil(node)
 
     def decompose(self, func, args, kwargs):
         rule = decomposition(func)
@@ -297,6 +297,12 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             return val
         return self.track(val, node)
 
+    def mixing(self, func: Any, line: str | None, why: str = "") -> NotElementwiseError:
+        return NotElementwiseError(
+            f"`{op_name(func)}` in the backward is not elementwise{why}", core=self.sig.core, line=line,
+            hint="A kernel handles each neuron by itself, backward, too.",
+        )  # fmt: skip
+
     def by_user(self) -> bool:
         """Whether the user's code computes now, and not PyTorch, which differentiates it."""
         return bool(self.calling or self.line())
@@ -325,113 +331,12 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             )  # fmt: skip
         return val
 
-    # --- the VJP ------------------------------------------------------------------------------------------------------
-    def differentiate(self, values: Sequence[Tensor], operands: list[Tensor], cotangents: list[fx.Node | None]) -> list[fx.Node | None]:
-        for tensor in _trained(values, [t for t, _ in self.real.values() if t.requires_grad]):
-            self.node_of(tensor)  # one that nothing but a backward may read has met no op yet
-        sources = list(operands) + list(self.captured_tensors.values())
-        wanted = [t for t in sources if t.requires_grad]
-        self.trains_params = any(self.node_of(t).meta["kind"] == "static" for t in wanted)
-        self.flows = [[self.node_of(t) for t in _trained([value], wanted)] for value in values]
-        given = {}
-        for i, value in enumerate(values):
-            if value.requires_grad:
-                given[i] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-                cotangents[i] = self.placeholder(given[i], f"grad_{i}", "step")
-                self.cotangents.add(cotangents[i])
-        if not given or not wanted:
-            return [None] * len(sources)
-        self.in_backward = True
-        with self, ValueReads(self), _compat.without_hooks(wanted):
-            found = iter(self.gradients(values, wanted, given, cotangents))
-        per_source = [next(found) if t.requires_grad else None for t in sources]
-        grads = [None if g is None else self.node_of(g) for g in per_source]
-        for source, grad in zip(sources, grads, strict=True):
-            if grad is not None:
-                self.check_gradient(self.node_of(source), grad)
-        return grads
-
-    def check_gradient(self, source: fx.Node, grad: fx.Node) -> None:
-        """A kernel gives the gradients of inputs and states neuron by neuron, and those of params as sums over time."""
-        kinds = source.meta["kind"], grad.meta["kind"]
-        if kinds == ("step", "reduced"):
-            reduced = [n for n in _behind([grad]) if n.meta["kind"] == "reduced"]
-            first = next(n for n in reduced if not any(a in reduced for a in n.all_input_nodes))
-            raise self.mixing(first.target, first.meta["line"], f", and the gradient of `{self.operand_names[source]}` depends on it")
-        if kinds == ("static", "static") and not _is_nil(grad) and not self.zeros(grad):
-            raise ParamGradientError(
-                f"the gradient of `{source.meta['role']}` depends on no cotangent: it would be added once, and not at every step",
-                core=self.sig.core, line=grad.meta.get("line"),
-                hint="Put that term into the loss, or add it to the gradient after the backward.",
-            )  # fmt: skip
-
-    def zeros(self, node: fx.Node) -> bool:
-        """Whether a node is a tensor of zeros that the core made of Python values."""
-        with _compat.disable_modes():
-            return node.name in self.constants and not self.constants[node.name].any()
-
-    def mixing(self, func: Any, line: str | None, why: str = "") -> NotElementwiseError:
-        return NotElementwiseError(
-            f"`{op_name(func)}` in the backward is not elementwise{why}", core=self.sig.core, line=line,
-            hint="A kernel handles each neuron by itself, backward, too.",
-        )  # fmt: skip
-
-    def gradients(self, values, wanted: list[Tensor], given: dict[int, Tensor], cotangents: list[fx.Node | None]):
-        """As autograd gives them. Where PyTorch lacks the derivative of all that the core returns, nothing is differentiable; where it
-        lacks some, which ones a call needs is not known here."""
-
-        def grad(roots: list[int], sources: list[Tensor]) -> Sequence[Tensor | None] | RuntimeError:
-            outs, cots = [values[i] for i in roots], [given[i] for i in roots]
-            try:
-                return _compat.run_backward(outs, cots, sources)
-            except RuntimeError as error:
-                if "modified by an inplace operation" in str(error):  # eager may need no gradient of what was
-                    hint = "Use the form without the underscore."
-                    raise InPlaceError("writes in place into what its gradient needs", core=self.sig.core, hint=hint) from None
-                if isinstance(error, FlexSNError) or "is not implemented" not in str(error):
-                    raise
-                return error
-
-        def there(found: Sequence[Tensor | None] | RuntimeError) -> bool:
-            return not isinstance(found, RuntimeError) and any(g is not None for g in found)
-
-        error = found = grad(list(given), wanted)
-        if not isinstance(found, RuntimeError):
-            return found
-        if any(there(grad([i], [source])) for i in given for source in wanted):
-            raise UnsupportedOpError(
-                f"cannot be differentiated whole: {error}", core=self.sig.core,
-                hint="Detach what that op takes (`h.detach()`), or use a surrogate (`flexsn.surrogate`).",
-            )  # fmt: skip
-        for i in list(given):
-            del given[i]
-            cotangents[i] = None
-        return [None] * len(wanted)
-
-
-Recorder.stops = (Recorder.differentiate.__code__,)
 
 _METADATA = {"aten::sym_size", "aten::size", "aten::stride", "aten::sym_stride", "aten::is_contiguous", "aten::numel",
              "aten::sym_numel", "aten::dim", "aten::storage_offset", "aten::is_pinned"}  # fmt: skip
 
 
-def _trained(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those of `tensors`, leaves, that autograd's graph of `values` leads to."""
-    leaves = {id(t): t for t in tensors}
-    found, seen, stack = [leaves[id(v)] for v in values if id(v) in leaves], set[Any](), [v.grad_fn for v in values]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [before for before, _ in node.next_functions]
-        tensor = leaves.get(id(getattr(node, "variable", None)))
-        if tensor is not None:
-            found.append(tensor)
-    return found
-
-
-def _behind(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+def behind(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
     """Nodes, and all that they are computed from, once each."""
     seen: set[fx.Node] = set()
     stack = [*nodes]
@@ -454,7 +359,7 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _is_nil(node: fx.Node) -> bool:
+def is_nil(node: fx.Node) -> bool:
     """Whether a static part of a gradient is zero, or NaN: what a gradient that is zero by construction leads to."""
     return node.meta.get("uniform") == 0 or "nil" in node.meta
 
