@@ -79,12 +79,14 @@ def test_packages_are_shipped():
 
 def test_errors_and_opset_stand_alone():
     assert MODULES["errors"] == set() and MODULES["opset"] == set() and MODULES["surrogate"] == {"errors", "settings"}
-    assert MODULES["settings"] == {"_compat_transforms", "errors"} and [n for n, found in MODULES.items() if "settings" in found] == ["surrogate"]
+    assert MODULES["settings"] == {"_compat_transforms", "errors"}
+    assert [n for n, found in MODULES.items() if "settings" in found] == ["surrogate"]
 
 
 def test_neurons_stand_on_the_module_and_the_surrogates():
     below = set().union(*(found for name, found in MODULES.items() if name.startswith("neurons")))
-    assert {n for n in below if not n.startswith("neurons")} == {"_compat_transforms", "arguments", "errors", "module", "signature", "surrogate"}
+    others = {n for n in below if not n.startswith("neurons")}
+    assert others == {"_compat_transforms", "arguments", "errors", "module", "signature", "surrogate"}
 
 
 def test_interchange_is_the_last_stage_and_the_peers_have_a_file_each():
