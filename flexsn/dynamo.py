@@ -213,6 +213,13 @@ def _read_owned(tx: Any, nodes: Sequence[fx.Node], owned: dict[int | None, fx.Pr
             node.replace_input_with(source, own.node)
 
 
+def _constant(variable: Any) -> Any:
+    """The value of a variable of Dynamo, which may hold a number (`num_outputs`) as a symbol: the graph is then for this one."""
+    from torch._dynamo.variables import SymNodeVariable  # 2.11, 2.13
+
+    return variable.evaluate_expr() if isinstance(variable, SymNodeVariable) else variable.as_python_constant()
+
+
 def _kind(node: fx.Node) -> tuple:
     """What a trace depends on of a tensor that is read in another's place."""
     fake = node.meta["example_value"]
@@ -235,7 +242,7 @@ def _core_scan_variable(dynamo: Any) -> type:
             with torch._dynamo.config.patch(specialize_float=True):  # numbers in a `partial` are constants of the kernel
                 args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
             core, owner, inputs, states, params, *flags = args
-            sequences, num_outputs, backend, strict = (f.as_python_constant() for f in flags)
+            sequences, num_outputs, backend, strict = map(_constant, flags)
             sig = _signature(core, (len(inputs.items), len(states.items), len(params.items)))
             try:
                 check_backend(backend, sig.core)

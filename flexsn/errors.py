@@ -102,7 +102,7 @@ class BatchedGradientError(FlexSNError, RuntimeError):
 
 
 class MissingGradientError(FlexSNError, RuntimeError):
-    """A program that was exported without its gradient is differentiated."""
+    """What holds no gradient is differentiated: a program that was exported without it, an operator for inference alone."""
 
 
 class FreedGraphError(FlexSNError, RuntimeError):

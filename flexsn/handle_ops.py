@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import step_launch
-from .errors import DoubleBackwardError, OperandCountError
+from . import _compat, _compat_transforms, step_launch
+from .errors import DoubleBackwardError, MissingGradientError, OperandCountError
+from .forward_only import no_forward_mode, refuse_forward_mode
 from .handles import (
     get_flexsn_kernel_handle,
     handle_number,
@@ -182,49 +183,86 @@ class _Active:
         weakref.finalize(self, release_active_flexsn_kernel_handle, handle).atexit = False
 
 
-def _not_differentiable(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(*output)
+def _of(handle: int) -> str:
+    return f"kernel handle {handle}"
 
 
-def _no_backward(ctx, *grads):
-    raise AssertionError("flexsn: a result that is not differentiable was differentiated")
+def _refuse_transform(handle: int, name: str) -> NoReturn:
+    raise RuntimeError(f"flexsn: the kernels of handle {handle} do not run under `torch.func.{name}`: use `flex_sn_scan`")
 
 
-def _setup(final: bool) -> Callable:
-    def setup(ctx, inputs, output) -> None:
-        handle, flat_args = inputs
-        info = _get(handle, "training_info")
-        ctx.handle, ctx.active, ctx.num_args = handle, _Active(handle), len(flat_args)
+def _autograd_of_inference(operator: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    def rule(handle: int, *others) -> list[Tensor]:
+        tensors = [t for given in others for t in given if t is not None]
+        refuse_forward_mode(_of(handle), tensors)
+        if _compat_transforms.active() and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            hint = "`flexsn_inductor_training` is differentiable; pass detached tensors to the other operators."
+            raise MissingGradientError("is differentiated by an operator that has no gradient", core=_of(handle), hint=hint)  # never zeros
+        with _compat.skipping_autograd():
+            return operator(handle, *others)
+
+    return rule
+
+
+class _Training(torch.autograd.Function):
+    """A call of a training operator. `final`: it returns final states in place of state sequences."""
+
+    @staticmethod
+    def forward(operator: Callable[..., list[Tensor]], final: bool, handle: int, *flat_args):
+        with _compat.skipping_autograd():
+            return tuple(operator(handle, list(flat_args)))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.final, ctx.handle, *flat_args = inputs
+        info: FlexSNInfo = _get(ctx.handle, "training_info")
+        ctx.active, ctx.num_args = _Active(ctx.handle), len(flat_args)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[info.num_returns :])
         rest = iter(output[info.num_returns :])
-        saved = [output[j] if not final or j < info.num_outputs else next(rest) for j in info.c2k_return_mapping]
+        saved = [output[j] if not ctx.final or j < info.num_outputs else next(rest) for j in info.c2k_return_mapping]
         ctx.save_for_backward(*saved, *(t.new_empty(()).expand(t.shape) for t in flat_args))
 
-    return setup
-
-
-def _walk(operator: str) -> Callable:
-    def backward(ctx, grads):
+    @staticmethod
+    def backward(ctx, *grads):
         if torch.is_grad_enabled():
             raise DoubleBackwardError("a kernel of a handle is differentiated with create_graph=True, and has no second derivative")
         info: FlexSNInfo = _get(ctx.handle, "training_info")
-        saved = list(ctx.saved_tensors)
-        count = len(saved) - ctx.num_args
+        count = len(ctx.saved_tensors) - ctx.num_args
+        saved, templates = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
         given = list(grads[: info.num_returns])
         if all(g is None for g in given):
-            return None, [None] * ctx.num_args
-        found = getattr(torch.ops.flexsn, operator)(ctx.handle, given, saved[:count], saved[count:])
-        return None, [g if g.is_floating_point() else None for g in found]
+            return None, None, None, *[None] * ctx.num_args
+        walk = torch.ops.flexsn.flexsn_inductor_backward_final_state if ctx.final else torch.ops.flexsn.flexsn_inductor_backward
+        return None, None, None, *[g if g.is_floating_point() else None for g in walk(ctx.handle, given, saved, templates)]
 
-    return backward
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise no_forward_mode(_of(ctx.handle))
 
 
-def _define(name: str, schema: str, run: Callable, fake: Callable, setup: Callable, backward: Callable) -> None:
+def _autograd_of_training(final: bool) -> Callable:
+    def of(operator: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        def rule(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
+            refuse_forward_mode(_of(handle), flat_args)
+            if torch.is_grad_enabled() and any(t.requires_grad for t in flat_args):
+                if _compat_transforms.active():
+                    _refuse_transform(handle, _compat_transforms.names()[-1])
+                return list(_Training.apply(operator, final, handle, *flat_args))
+            with _compat.skipping_autograd():
+                return operator(handle, flat_args)
+
+        return rule
+
+    return of
+
+
+def _define(name: str, schema: str, run: Callable, fake: Callable, autograd: Callable) -> None:
     _library.define(f"{name}{schema}", tags=_TAGS)
     _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, autograd(getattr(torch.ops.flexsn, name)), "Autograd")
     torch.library.register_fake(f"flexsn::{name}", fake, lib=_library)
-    torch.library.register_autograd(f"flexsn::{name}", backward, setup_context=setup, lib=_library)
+    torch.library.register_vmap(f"flexsn::{name}", lambda info, in_dims, handle, *others: _refuse_transform(handle, "vmap"), lib=_library)
 
 
 _FORWARD = "(int handle, Tensor[] flat_args) -> Tensor[]"
@@ -234,10 +272,11 @@ _INFERENCE: dict[str, tuple[Callable, Callable]] = {
     "flexsn_inductor_inference_final_state": (_inference_final_state, _fake("inference_final_state_info", final=True, saved=False)),
 }
 for _name, (_run, _shapes) in _INFERENCE.items():
-    _define(_name, _FORWARD, _run, _shapes, _not_differentiable, _no_backward)
+    _define(_name, _FORWARD, _run, _shapes, _autograd_of_inference)
 for _name, _run in (("flexsn_inductor_backward", _backward), ("flexsn_inductor_backward_final_state", _backward_final_state)):
-    _define(_name, _BACKWARD, _run, _fake_backward, _not_differentiable, _no_backward)
-_define("flexsn_inductor_training", _FORWARD, _training, _fake("training_info", final=False, saved=True),
-        _setup(False), _walk("flexsn_inductor_backward"))  # fmt: skip
-_define("flexsn_inductor_training_final_state", _FORWARD, _training_final_state, _fake("training_info", final=True, saved=True),
-        _setup(True), _walk("flexsn_inductor_backward_final_state"))  # fmt: skip
+    _define(_name, _BACKWARD, _run, _fake_backward, _autograd_of_inference)
+for _name, _run, _final in (
+    ("flexsn_inductor_training", _training, False),
+    ("flexsn_inductor_training_final_state", _training_final_state, True),
+):
+    _define(_name, _FORWARD, _run, _fake("training_info", final=_final, saved=True), _autograd_of_training(_final))

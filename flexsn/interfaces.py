@@ -79,6 +79,7 @@ INTERFACES = {
         "torch._dynamo.guards:install_guard",
         "torch._dynamo.source:AttrSource",
         "torch._dynamo.variables:ConstantVariable",
+        "torch._dynamo.variables:SymNodeVariable.evaluate_expr",
         "torch._dynamo.variables.base:VariableTracker",
         "torch._dynamo.variables.builder:wrap_fx_proxy",
         "torch._dynamo.variables.higher_order_ops:TorchHigherOrderOperatorVariable",

@@ -44,7 +44,7 @@ class Reads:
     own: tuple = ()  # `own_of` the core
     calls: dict[tuple | None, Any] = field(default_factory=dict)  # by kinds of operands, made by `scan`
 
-    cyclic: bool = False  # whether the core can be reached from what it reads
+    cyclic: bool = False  # whether the core can be reached from what it reads, or may be
     of: Callable[[], Any] = lambda: None  # the core, weakly
 
     def __reduce__(self) -> tuple:

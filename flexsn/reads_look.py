@@ -16,7 +16,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -29,12 +29,16 @@ from .slots import MISSING, Attributes, Child, Contents, Core, Slot
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 # Modules of flexsn whose functions are taken as they are, as PyTorch's
-_OWN = ("flexsn", "flexsn.settings", "flexsn.surrogate", "flexsn.module", "flexsn.scan", "flexsn.neurons")
+_OWN = ("flexsn", "flexsn.settings", "flexsn.surrogate", "flexsn.module", "flexsn.owner", "flexsn.scan", "flexsn.neurons")
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _SETTINGS = ("torch.optim.lr_scheduler", "torch.distributions")
 _IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
 _VIEWS = (types.MappingProxyType, type(vars(types).keys()), type(vars(types).values()), type(vars(types).items()))
 _MAX_DEPTH = 32
+_MAKERS = frozenset(
+    {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
+)  # of objects: cores meet most of them made
+_BY_ANY_NAME = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller", "eval", "exec", "getmembers"})
 _PYTHONS = Path(os.__file__).parent
 
 
@@ -56,15 +60,21 @@ class _Walker:
         self.constants: list[tuple] = []
         self.seen: dict[int, tuple[str, Slot | None]] = {}  # by identity, the first path and place
         self.held: list[Any] = []
-        self.named_anywhere: set[str] = set()  # in the functions that were seen
+        self.named_anywhere: set[str] = set()  # in the functions that were seen and that the core may call
         self.waiting: dict[str, list[Callable[[], None]]] = {}  # visits to be made if that name is among them
+        self.of_modules: set[str] = set()  # names of attributes that wait; also visited if attributes are read by any name
+        self.networks: dict[int, bool] = {}  # by identity of modules, whether they hold the neuron of this core
 
     def finish(self) -> None:
         """What may be read by a name that any of the functions has."""
-        while found := [name for name in self.waiting if name in self.named_anywhere]:
+        while found := [name for name in self.waiting if self.may_be_read(name)]:
             for name in found:
                 for visit in self.waiting.pop(name):
                     visit()
+        self.reads.cyclic |= not self.of_modules.isdisjoint(self.waiting)  # which may lead to the core: nobody looked
+
+    def may_be_read(self, name: str) -> bool:
+        return name in self.named_anywhere or (name in self.of_modules and not self.named_anywhere.isdisjoint(_BY_ANY_NAME))
 
     def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
         place = Slot(path, holder, key)
@@ -73,7 +83,8 @@ class _Walker:
         if value is not MISSING:
             self.visit(path, value, place, depth)
 
-    def visit(self, path: str, value: Any, place: Slot | None, depth: int) -> None:
+    def visit(self, path: str, value: Any, place: Slot | None, depth: int, *, callable_: bool = True) -> None:
+        """Look into what a place holds. `callable_`: the core may call it, if it is a function or a class."""
         if isinstance(value, _SCALARS):
             plain: Any = next(base for base in type(value).__mro__ if _is_library(base.__module__))  # whose `repr` tells values apart
             self.constants.append((path, type(value).__name__, plain.__repr__(value)))
@@ -83,6 +94,10 @@ class _Walker:
             self.held.append(value)
             self.attributes(path, value, depth)
             return
+        if callable_ and isinstance(value, types.FunctionType):
+            self.may_call(value)
+        elif callable_ and isinstance(value, type):
+            self.may_call_methods(value, made=True)
         identity = id(vars(value)) if isinstance(value, nn.Module) else id(value)  # of modules that share their contents: one
         if identity in self.seen:
             self.reads.cyclic |= value is self.core
@@ -145,7 +160,7 @@ class _Walker:
 
     def attributes(self, path: str, value: Any, depth: int) -> None:
         """The class of an object, and what it holds by names."""
-        self.slot(f"{path}.type", self.holder(value, Attributes(value)), "__class__", depth + 1)
+        self.class_of(path, value, depth)
         namespace = getattr(value, "__dict__", None)
         if isinstance(namespace, dict):
             self.names(path, namespace, list(namespace), depth)
@@ -169,6 +184,28 @@ class _Walker:
         for name in names:
             self.slot(f"{path}.{name}", namespace, name, depth + 1)
 
+    def own_attributes(self, path: str, namespace: dict[str, Any], skipped: Collection[str], depth: int) -> None:
+        """Of a module, those that are no parameters, buffers or modules. It may be the network that the neuron is part of, which keeps
+        what its `forward` computed: where the core has no name for it, it is none of the core's."""
+        self.reads.sizes.append((namespace, len(namespace)))
+        for name, value in list(namespace.items()):
+            visit = functools.partial(self.slot, f"{path}.{name}", namespace, name, depth + 1)
+            if name in skipped:
+                continue
+            if isinstance(value, _SCALARS):
+                visit()
+            else:
+                self.of_modules.add(name)
+                self.later(name, visit)
+
+    def holds_the_neuron(self, module: nn.Module) -> bool:
+        """Whether the neuron of this core is somewhere in a module: the core does not call it."""
+        if id(module) not in self.networks:
+            self.networks[id(module)] = False  # for modules in a circle
+            own = vars(module).get("core") is self.core
+            self.networks[id(module)] = own or any(self.holds_the_neuron(child) for child in module._modules.values() if child is not None)
+        return self.networks[id(module)]
+
     def fixed(self, path: str, value: Any, depth: int) -> None:
         """What its holder never exchanges."""
         self.visit(path, value, Slot(path, Contents(value)) if isinstance(value, nn.Module) else None, depth + 1)
@@ -189,12 +226,12 @@ class _Walker:
             self.names(path, values, list(values) if isinstance(values, dict) else range(len(values)), depth)
 
     def module(self, path: str, module: nn.Module, place: Slot | None, depth: int) -> None:
-        self.slot(f"{path}.type", self.holder(module, Attributes(module)), "__class__", depth + 1)
+        self.class_of(path, module, depth, called=not self.holds_the_neuron(module))
         self.slot(f"{path}.training", vars(module), "training", depth + 1)
         skipped = _MODULE_INTERNALS | getattr(type(module), "unread", frozenset())
         if vars(module).get("core", module) is self.core:  # the neuron of this very core, which its closure leads to
             skipped |= {"states", "state_seqs"}
-        self.names(path, vars(module), [n for n in vars(module) if n not in skipped], depth)
+        self.own_attributes(path, vars(module), skipped, depth)
         for name in _slot_names(type(module)):
             self.slot(f"{path}.{name}", self.holder(module, Attributes(module)), name, depth + 1)
         for table in (module._parameters, module._buffers, module._modules):
@@ -216,6 +253,37 @@ class _Walker:
                 self.reads.watched.append((place, hook))
                 self.visit(f"{path}.hook{i}", hook, place, depth + 1)
 
+    def class_of(self, path: str, value: Any, depth: int, *, called: bool = True) -> None:
+        """The class of an object; `called`: the core may call the object itself."""
+        place = Slot(f"{path}.type", self.holder(value, Attributes(value)), "__class__")
+        cls = place.get()
+        self.reads.watched.append((place, cls))
+        self.visit(place.path, cls, place, depth + 1, callable_=False)
+        self.may_call_methods(cls, called=called)
+
+    def may_call(self, fn: types.FunctionType) -> None:
+        """What it names may be read."""
+        if not _is_taken_as_it_is(fn):
+            self.named_anywhere.update(_names(fn.__code__))
+
+    def may_call_methods(self, cls: type, *, called: bool = True, made: bool = False) -> None:
+        """Of a class: by their names, or without, as Python and a library's class call methods.
+
+        Args:
+            called: whether `forward` is.
+            made: whether objects are made, too.
+        """
+        for base in cls.__mro__:
+            for name, raw in vars(base).items() if not _is_library(base.__module__) else ():
+                fn = _function_in(raw)
+                if not isinstance(fn, types.FunctionType):
+                    continue
+                unnamed = made if name in _MAKERS else called if name == "forward" else name.startswith("__") or _overrides(cls, name)
+                if unnamed:
+                    self.may_call(fn)
+                else:
+                    self.later(name, functools.partial(self.may_call, fn))
+
     def cls(self, path: str, cls: type, depth: int) -> None:
         self.constants.append((path, "class", cls.__qualname__))
         if _is_library(cls.__module__):
@@ -229,7 +297,7 @@ class _Walker:
                 place = Slot(f"{path}.{name}", base, name)
                 if isinstance(member, types.FunctionType):
                     self.reads.watched.append((place, raw))
-                    self.visit(place.path, member, None, depth + 1)
+                    self.visit(place.path, member, None, depth + 1, callable_=False)
                 elif not name.startswith("__"):
                     self.reads.watched.append((place, raw))
                     if isinstance(member, _IN_CLASSES):
@@ -253,13 +321,15 @@ class _Walker:
         self.constants.append((path, "code", fn.__code__, fn.__code__.co_filename))  # code of two files may be equal; lines differ
         for attribute in ("__code__", "__defaults__", "__kwdefaults__") if depth else ():  # a slot of the core would keep it alive
             self.reads.watched.append((Slot(path, fn, attribute), getattr(fn, attribute)))
-        if _is_library(fn.__module__ or "") and _is_library(fn.__globals__.get("__name__", "")):  # decorators copy the first
+        if _is_taken_as_it_is(fn):
             if fn.__closure__:  # as decorators leave them: one code for many functions
                 self.opaque(path, fn)
             return
         names = _names(fn.__code__)
-        self.named_anywhere.update(names)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            if name == "__class__":  # for `super()`
+                self.visit(f"{path}.{name}", cell.cell_contents, None, depth + 1, callable_=False)
+                continue
             self.named(f"{path}.{name}", cell, None, names, depth)
         set_there = _global_names(fn.__code__, "STORE_GLOBAL")
         for name in dict.fromkeys((*_global_names(fn.__code__), *set_there)):
@@ -288,6 +358,15 @@ class _Walker:
 def _settable(place: Slot | None) -> TypeGuard[Slot]:
     """Whether an object may be put there. Children are no places of their own: the outermost module stands for them."""
     return place is not None and not isinstance(place.holder, Child)
+
+
+def _is_taken_as_it_is(fn: types.FunctionType) -> bool:
+    return _is_library(fn.__module__ or "") and _is_library(fn.__globals__.get("__name__", ""))  # decorators copy the first
+
+
+def _overrides(cls: type, name: str) -> bool:
+    """Whether a class that is no user's has a method of that name, too."""
+    return any(name in vars(base) for base in cls.__mro__[:-1] if _is_library(base.__module__))
 
 
 def _function_in(raw: Any) -> Any:

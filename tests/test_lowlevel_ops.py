@@ -7,9 +7,10 @@ import threading
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from flexsn import surrogate
-from flexsn.errors import DoubleBackwardError
+from flexsn.errors import DoubleBackwardError, ForwardModeError, MissingGradientError
 from flexsn.lowlevel import (
     FlexSNKernelHandle,
     attach_flexsn_handle_finalizer,
@@ -381,6 +382,33 @@ def test_second_derivatives_are_refused(handle, kind):
     got = FORWARD[kind][0](handle, [*xs, *vs])
     with pytest.raises(DoubleBackwardError):
         torch.autograd.grad(got[0].sum(), xs, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own, of its first `jvp`
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kind", list(FORWARD))
+def test_forward_mode_is_refused(handle, kind, requires_grad):
+    xs, vs = operands(grad=requires_grad)
+    for run in FORWARD[kind]:
+        with pytest.raises(ForwardModeError, match=f"kernel handle {handle}"):
+            torch.func.jvp(lambda x, run=run: run(handle, [x, xs[1], *vs])[0], (xs[0],), (torch.ones_like(xs[0]),))
+        with forward_ad.dual_level(), pytest.raises(ForwardModeError, match=f"kernel handle {handle}"):
+            run(handle, [xs[0], xs[1], forward_ad.make_dual(vs[0], vs[1]), vs[1]])
+    with forward_ad.dual_level():  # without a tangent
+        FORWARD[kind][0](handle, [*xs, *vs])
+
+
+@pytest.mark.parametrize("kind", list(FORWARD))
+def test_transforms_are_refused_and_constants_pass(handle, kind):
+    (x, *xs), vs = operands(grad=False)
+    run = FORWARD[kind][0]
+    error = (RuntimeError, r"torch\.func\.grad") if kind.startswith("training") else (MissingGradientError, "has no gradient")
+    with pytest.raises(error[0], match=error[1]):
+        torch.func.grad(lambda x: run(handle, [x, *xs, *vs])[0].sum())(x)
+    with pytest.raises(RuntimeError, match=r"torch\.func\.vmap"):
+        torch.vmap(lambda x: run(handle, [x, *xs, *vs])[0])(x[None])
+    expected = run(handle, [x, *xs, *vs])[0]
+    assert torch.equal(torch.func.grad(lambda y: (y * run(handle, [x, *xs, *vs])[0]).sum())(torch.ones_like(x)), expected)
 
 
 @TRAINING

@@ -11,6 +11,7 @@ import importlib
 import io
 import itertools
 import logging
+import operator
 import random
 import re
 import sys
@@ -1602,3 +1603,132 @@ def test_tensors_that_come_to_the_owner_of_a_method(make):
         net.spikes.append(net.neuron(x))
         assert torch.equal(net.spikes[-1], flexsn.scan(net.core, [x], [torch.zeros(3, 8)], backend="torch").outputs[0])
         net.mask = torch.full((8,), scale)
+
+
+class Gained(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gains = [2.0]
+
+    def scaled(self, x):
+        return x * self.gains[0]
+
+    @property
+    def gain(self):
+        return self.gains[0]
+
+    @staticmethod
+    def of(module):
+        return module.gains[0]
+
+
+class Through(Gained):
+    def scaled(self, x):
+        return super().scaled(x)
+
+
+class Forward(Gained):
+    def forward(self, x):
+        return x * self.gains[0]
+
+
+class Called(Gained):
+    def __call__(self, x):
+        return x * self.gains[0]
+
+
+class Checked(nn.InstanceNorm1d):
+    """PyTorch's `forward` calls what it overrides."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.gains = [2.0]
+
+    def _check_input_dim(self, x):
+        raise ValueError(self.gains[0])
+
+
+class OfGained:
+    def __init__(self, module):
+        self.gain = module.gains[0]
+
+
+def read_in_a_check(m, x):
+    try:
+        return m(x)
+    except ValueError as error:
+        return x * error.args[0]
+
+
+# of a module and `x`: each multiplies by the first of the module's gains
+GAINED = {
+    "an attribute": (Gained, lambda m, x: x * m.gains[0]),
+    "a computed name": (Gained, lambda m, x: x * getattr(m, "".join(("ga", "ins")))[0]),
+    "vars": (Gained, lambda m, x: x * vars(m)["".join(("ga", "ins"))][0]),
+    "__dict__": (Gained, lambda m, x: x * m.__dict__["".join(("ga", "ins"))][0]),
+    "attrgetter": (Gained, lambda m, x: x * operator.attrgetter("".join(("ga", "ins")))(m)[0]),
+    "a method": (Gained, lambda m, x: m.scaled(x)),
+    "a method of the class": (Gained, lambda m, x: Gained.scaled(m, x)),
+    "a partial": (Gained, lambda m, x: functools.partial(m.scaled, x)()),
+    "a method that a method names": (Through, lambda m, x: m.scaled(x)),
+    "a property": (Gained, lambda m, x: x * m.gain),
+    "a static method": (Gained, lambda m, x: x * m.of(m)),
+    "forward": (Forward, lambda m, x: m(x)),
+    "__call__": (Called, lambda m, x: m(x)),
+    "what a library calls": (Checked, read_in_a_check),
+    "an object that is made": (Gained, lambda m, x: x * OfGained(m).gain),
+}
+
+
+@pytest.mark.parametrize("by", GAINED)
+def test_attributes_of_a_module_are_read_by_any_way(by):
+    module, read = GAINED[by][0](), GAINED[by][1]
+    core = lambda x, v: (read(module, x) + v, 0.5 * v + x)
+    for gain in (2.0, 3.0, torch.tensor(0.5, dtype=f64)):
+        module.gains[0] = gain
+        assert_follows(core)
+        assert torch.equal(output(core), output(lambda x, v, gain=gain: (x * gain + v, 0.5 * v + x)))
+
+
+class Logging(nn.Module):
+    """A network with two neurons, and what a training loop keeps of it; a core that can reach all of it reads one number."""
+
+    def __init__(self, closure):
+        super().__init__()
+        self.linear, self.gain, self.last, self.log = nn.Linear(4, 4), 2.0, None, []
+        self.first = flexsn.LIF()
+        self.neuron = flexsn.FlexSN((lambda x, v: self.core(x, v)) if closure else self.core, num_inputs=1, num_states=1)
+
+    def core(self, x, v):
+        return x * self.gain + v, v * 0.5
+
+    def forward(self, x):
+        self.last = h = self.linear(x)
+        self.log.append(h.detach())
+        return self.neuron(self.first(h))
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["method", "closure"])
+def test_what_a_core_can_reach_and_does_not_read_stays_the_networks(closure):
+    net, seen = Logging(closure), []
+    for batch in (2, 3):
+        net(torch.randn(5, batch, 4)).sum().backward()
+        seen += [weakref.ref(net.last), weakref.ref(net.log[-1]), weakref.ref(net.first.states[0])]
+        assert set(net.state_dict()) == {"linear.weight", "linear.bias"} and not list(net.buffers())
+        flexsn.reset_net(net)
+    Logging(closure).load_state_dict(net.state_dict())
+    before = net.neuron._reads
+    net(torch.randn(5, 3, 4))
+    assert net.neuron._reads is before  # nobody looked again
+    states = [v.clone() for v in net.first.states]
+    net.load_state_dict(net.state_dict())
+    assert all(map(torch.equal, states, net.first.states))
+    net.last = None
+    net.log.clear()
+    flexsn.reset_net(net)
+    assert [ref() for ref in seen] == [None] * len(seen)
+    net.gain = 3.0
+    x = torch.randn(5, 2, 4)
+    expected = flexsn.scan(lambda x, v: (x * 3.0 + v, v * 0.5), [net.first(net.linear(x))], [None]).outputs[0]
+    flexsn.reset_net(net)
+    assert torch.equal(net(x), expected)

@@ -189,6 +189,18 @@ FAULTS = [
         "test_loops.py::test_mistakes_compiled[no input-while_loop]",
     ),
     Fault(
+        "handles drop tangents", "handle_ops.py", "        tensors = [t for given in others for t in given if t is not None]\n        refuse_forward_mode(_of(handle), tensors)\n",
+        "        tensors = [t for given in others for t in given if t is not None]\n", "test_lowlevel_ops.py::test_forward_mode_is_refused[inference-False]",
+    ),
+    Fault(
+        "what a network keeps is its neuron's", "reads_look.py", "            if isinstance(value, _SCALARS):\n                visit()\n",
+        "            if True:\n                visit()\n", "test_reads.py::test_what_a_core_can_reach_and_does_not_read_stays_the_networks[method]",
+    ),
+    Fault(
+        "attributes are read by their names alone", "reads_look.py", "(name in self.of_modules and not self.named_anywhere.isdisjoint(_BY_ANY_NAME))",
+        "False", "test_reads.py::test_attributes_of_a_module_are_read_by_any_way[a computed name]",
+    ),
+    Fault(
         "zeros outlive the cotangent that they were made from", "graph.py", "    return bool(const.of) and", "    return False and",
         "test_fuzz_findings.py::test_zeros_made_from_an_absent_cotangent_are_absent[rounded]",
     ),
