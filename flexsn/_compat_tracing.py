@@ -11,13 +11,23 @@ from typing import Any
 import torch
 
 
-def trace_body(core: Callable[..., Any], examples: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """The graph of a core inside a trace."""
+def trace_body(
+    core: Callable[..., Any], operands: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    """The graph of `core(*operands, *captured)` inside a trace, as a function of the operands and of those captured tensors that it
+    reads; these."""
     from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.13
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # 2.11, 2.13
 
     with disable_proxy_modes_tracing():
-        return reenter_make_fx(core)(*examples)
+        body = reenter_make_fx(core)(*operands, *captured)
+    placeholders = [node for node in body.graph.nodes if node.op == "placeholder"][len(operands) :]
+    read = [tensor for tensor, node in zip(captured, placeholders, strict=True) if node.users]
+    for node in placeholders:
+        if not node.users:
+            body.graph.erase_node(node)
+    body.recompile()
+    return body, read
 
 
 def record_call(mode: Any, operator: Any, body: torch.fx.GraphModule, args: tuple, run: Callable[[], Any]) -> Any:
@@ -33,6 +43,13 @@ def record_call(mode: Any, operator: Any, body: torch.fx.GraphModule, args: tupl
     with disable_proxy_modes_tracing():
         values = run()
     return track_tensor_tree(values, node, constant=None, tracer=mode.tracer)
+
+
+def traced_to_fx() -> bool:
+    """Whether operators are written into a graph as they run: by `make_fx`, or by a non-strict export."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # 2.11, 2.13
+
+    return get_proxy_mode() is not None
 
 
 def scan_operator() -> Callable[..., Any] | None:

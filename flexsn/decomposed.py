@@ -28,7 +28,8 @@ def decompose(program: torch.export.ExportedProgram, loop: str = "scan") -> torc
     """An exported program without flexsn's operators, for inference: what `torch.onnx.export` and others take.
 
     It computes what the kernels do: 16-bit floats in float32, default states from zeros. No gradient flows through its
-    neurons: surrogate gradients are gone, and autograd would find others in their place.
+    neurons: surrogate gradients are gone, and autograd would find others in their place. Nor does a tangent of
+    forward mode.
 
     Args:
         program: from `torch.export.export` or `torch.export.load`.
@@ -41,10 +42,13 @@ def decompose(program: torch.export.ExportedProgram, loop: str = "scan") -> torc
     Raises:
         DecomposeError: `"unroll"` and T is dynamic.
         ValueError: an unknown `loop`.
+        TypeError: `program` is no exported program.
     """
     loops = {"scan": _scan, "unroll": _unroll}
     if loop not in loops:
         raise ValueError(f"unknown loop {loop!r}; there are {', '.join(map(repr, loops))}")
+    if not isinstance(program, torch.export.ExportedProgram):
+        raise TypeError(f"`program` must be what `torch.export.export(model, inputs)` returns, not {type(program).__name__}")
     try:
         return program.run_decompositions({torch.ops.flexsn.forward.default: functools.partial(_forward, loops[loop])})
     except DecomposeError as error:

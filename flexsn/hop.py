@@ -20,6 +20,7 @@ from . import _compat, _compat_tracing, _compat_transforms, dynamo
 from .errors import CannotFuseError
 from .fallback import warn_once
 from .loops import Specs, check_scan_arguments, empty_results, python_loop, scan_operator
+from .reads import bound, stand_ins
 from .scan import core_scan, look, run_core, uncompiled_loop
 
 
@@ -101,8 +102,25 @@ def _functionalize(ctx, core_fn, num_inputs, num_states, num_outputs, *flat_args
 @flex_sn_scan.py_impl(_compat.ProxyTorchDispatchMode)
 def _proxy(mode, core_fn, num_inputs, num_states, num_outputs, *flat_args):
     counts = num_inputs, num_states, num_outputs
-    body = _compat_tracing.trace_body(core_fn, [t.select(0, 0) if i < num_inputs else t for i, t in enumerate(flat_args)])
-    return _compat_tracing.record_call(mode, flex_sn_scan, body, (*counts, *flat_args), lambda: fused(core_fn, *counts, *flat_args))
+    step = [t.select(0, 0) if i < num_inputs else t for i, t in enumerate(flat_args)]
+    lifting, captured = _lifting(core_fn)
+    body, read = _compat_tracing.trace_body(lifting, step, captured)
+    args = (*counts, *flat_args, *read)
+    return _compat_tracing.record_call(mode, flex_sn_scan, body, args, lambda: fused(core_fn, *counts, *flat_args))
+
+
+def _lifting(core_fn: Callable) -> tuple[Callable, list[Tensor]]:
+    """The core as a function of its operands and, after them, of the tensors that it captures; these."""
+    seen = look(core_fn)
+    captured = list({id(t): t for t in seen.tensors().values()}.values())
+
+    def lifting(*args: Tensor) -> Any:
+        n = len(args) - len(captured)
+        given = dict(zip(map(id, captured), args[n:], strict=True))
+        with stand_ins(seen, {}, lambda t: given.get(id(t), t)) as swapped, bound(seen, swapped):
+            return core_fn(*args[:n])
+
+    return lifting, captured
 
 
 def _compiled(

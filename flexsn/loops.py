@@ -104,8 +104,8 @@ def lowerable_while_loop_scan(
 
     Raises:
         ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
-        RuntimeError: this PyTorch has no `while_loop` that stacks results; a result would require grad; or a
-            transform of `torch.func`.
+        RuntimeError: this PyTorch has no `while_loop` that stacks results; a result would require grad; a transform of
+            `torch.func`; a trace by `make_fx` or by a non-strict export.
     """
     return while_loop_operator(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
 
@@ -200,6 +200,15 @@ def _refuse_transforms(operator: str, *taken: str) -> None:
         raise RuntimeError(f"PyTorch's `{operator}` does not run under `torch.func.{others[0]}`: use `eager_scan`")
 
 
+def _refuse_trace() -> None:
+    """PyTorch's `while_loop` lifts no tensors that a body closes over but under Dynamo: elsewhere a trace would hold fakes of them."""
+    if _compat_tracing.traced_to_fx():
+        raise RuntimeError(
+            "PyTorch's `while_loop` cannot be traced by `make_fx` or by an export with `strict=False`: use `lowerable_scan`, or export "
+            "with `strict=True`"
+        )
+
+
 def _first_order_only(grad: Tensor) -> None:
     if torch.is_grad_enabled():
         raise DoubleBackwardError("PyTorch's `scan` gives wrong second derivatives", hint="Use `eager_scan`.")
@@ -230,6 +239,7 @@ def while_loop_operator(
         raise RuntimeError(f"PyTorch {torch.__version__} has no `while_loop` operator that stacks results; use `eager_scan`")
     if not torch.compiler.is_dynamo_compiling():
         _refuse_transforms("while_loop")
+        _refuse_trace()
     inputs, first, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     T = inputs[0].shape[0]
     if T == 0:

@@ -448,6 +448,8 @@ def test_what_cannot_be_decomposed():
         flexsn.decompose(program, loop="unroll")
     with pytest.raises(ValueError, match="unknown loop 'while'"):
         flexsn.decompose(program, loop="while")
+    with pytest.raises(TypeError, match=r"torch\.export\.export\(model, inputs\)` returns, not Network"):
+        flexsn.decompose(Network())
 
 
 def test_decomposing_what_pytorch_decomposed_before():

@@ -205,6 +205,63 @@ def test_dynamic_lengths_compile_once():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_counts_may_be_symbols_of_dynamo(fullgraph):
+    """As numbers of closures and arguments are with `dynamic=True`: a graph for each."""
+    args = operands(grad=False)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lambda n, *a: flex_sn_scan(smooth, n, n, n, *a), backend=counter, fullgraph=fullgraph, dynamic=True)
+    assert_same(call(1, *args), flex_sn_scan(smooth, 1, 1, 1, *args))
+
+    def two(x, y, v, u, w):
+        return x + v, y * w, 0.5 * v + x, u + 1
+
+    args = [args[0], args[0] * 2, args[1], args[1] * 2, args[2]]
+    call = torch.compile(lambda n, *a: flex_sn_scan(two, n, n, n, *a), backend=counter, fullgraph=fullgraph, dynamic=True)
+    assert_same(call(2, *args), flex_sn_scan(two, 2, 2, 2, *args))
+    assert counter.frame_count == 2
+
+
+class Capturing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.unread, self.loose = nn.Parameter(torch.rand(6, dtype=f64)), nn.Parameter(torch.rand(2)), torch.rand(6, dtype=f64)
+        self.register_buffer("b", torch.rand(6, dtype=f64))
+
+    def core(self, x, v):
+        return torch.tanh(x * self.w + v) + self.b, 0.5 * v + x * self.loose
+
+    def forward(self, x, v):
+        return flex_sn_scan(self.core, 1, 1, 1, x, v)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_export_lifts_what_the_core_captures(dynamic, strict, grad):
+    net, (x, v, _) = Capturing(), operands(grad=False)
+    with torch.set_grad_enabled(grad):
+        program = torch.export.export(net, (x, v), strict=strict, dynamic_shapes=({0: torch.export.Dim("T")}, None) if dynamic else None)
+    run = program.module()
+    x = torch.randn(9 if dynamic else 7, 3, 6, dtype=f64)
+    assert_same(run(x, v), net(x, v))
+    with torch.no_grad():
+        run.w.mul_(2.0)
+        run.b.add_(1.0)
+    assert torch.equal(run.w, net.w)  # an export shares them
+    assert_same(run(x, v), net(x, v))
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+def test_a_trace_lifts_what_the_core_captures(mode):
+    net, (x, v, _) = Capturing(), operands(grad=False)
+    with torch.no_grad():
+        traced = make_fx(net, tracing_mode=mode, _allow_non_fake_inputs=True)(x, v)
+        (node,) = [n for n in traced.graph.nodes if n.target is flex_sn_scan]
+        assert len(node.args) == 4 + 2 + 3  # the parameter that the core reads, the buffer, the tensor
+        assert_same(traced(x, v), net(x, v))
+
+
 # --- no steps ----------------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("call", [flex_sn_scan, compiled], ids=["eager", "compiled"])
 def test_zero_steps(call):

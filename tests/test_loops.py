@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexsn import _compat_tracing, errors, loops, surrogate
 
@@ -318,6 +319,38 @@ def test_operators_under_transforms():
     for name in ("scan", "while_loop"):
         with pytest.raises(RuntimeError, match=rf"`{name}` does not run under `torch.func.grad`: use `eager_scan`"):
             torch.func.grad(lambda x, name=name: run(name, x)[0].sum())(x)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_while_loop_is_not_traced_by_make_fx(mode):
+    args = operands([(5, 3), (3,), (3,)])
+    with torch.no_grad():
+        make_fx(runner("scan", "final", smooth, (1, 1, 1)), tracing_mode=mode)(*args)
+        with pytest.raises(RuntimeError, match=r"cannot be traced by `make_fx`.*: use `lowerable_scan`, or export with `strict=True`"):
+            make_fx(runner("while_loop", "final", smooth, (1, 1, 1)), tracing_mode=mode)(*args)
+
+
+class Loops(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.run = runner(name, "final", smooth, (1, 1, 1))
+
+    def forward(self, *args):
+        return self.run(*args)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_while_loop_in_an_export(dynamic, strict):
+    args = operands([(5, 3), (3,), (3,)])
+    sizes = {"dynamic_shapes": (({0: torch.export.Dim("T")}, None, None),)} if dynamic else {}
+    with torch.no_grad():
+        if not strict:
+            with pytest.raises(RuntimeError, match="or by an export with `strict=False`: use `lowerable_scan`"):
+                torch.export.export(Loops("while_loop"), tuple(args), strict=strict, **sizes)
+            return
+        program = torch.export.export(Loops("while_loop"), tuple(args), strict=strict, **sizes)
+        torch.testing.assert_close(list(program.module()(*args)), list(Loops("eager")(*args)))
 
 
 SPIKES = [
