@@ -215,7 +215,7 @@ def _read_owned(tx: Any, nodes: Sequence[fx.Node], owned: dict[int | None, fx.Pr
 
 def _constant(variable: Any) -> Any:
     """The value of a variable of Dynamo, which may hold a number (`num_outputs`) as a symbol: the graph is then for this one."""
-    from torch._dynamo.variables import SymNodeVariable  # 2.11, 2.13
+    from torch._dynamo.variables.tensor import SymNodeVariable  # 2.11, 2.13
 
     return variable.evaluate_expr() if isinstance(variable, SymNodeVariable) else variable.as_python_constant()
 

@@ -11,12 +11,13 @@ import contextvars
 import dis
 import functools
 import gc
+import operator
 import os
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -38,7 +39,10 @@ _MAX_DEPTH = 32
 _MAKERS = frozenset(
     {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
 )  # of objects: cores meet most of them made
-_BY_ANY_NAME = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller", "eval", "exec", "getmembers"})
+_BY_ANY_NAME = frozenset({
+    "getattr", "setattr", "delattr", "vars", "__dict__", "__getattribute__", "__setattr__", "attrgetter", "methodcaller", "eval", "exec",
+    "getmembers",
+})  # fmt: skip
 _PYTHONS = Path(os.__file__).parent
 
 
@@ -62,7 +66,8 @@ class _Walker:
         self.held: list[Any] = []
         self.named_anywhere: set[str] = set()  # in the functions that were seen and that the core may call
         self.waiting: dict[str, list[Callable[[], None]]] = {}  # visits to be made if that name is among them
-        self.of_modules: set[str] = set()  # names of attributes that wait; also visited if attributes are read by any name
+        self.by_any_name: set[str] = set()  # those that also are if the core reads attributes by names that it computes
+        self.unseen: set[str] = set()  # attributes whose visits wait
         self.networks: dict[int, bool] = {}  # by identity of modules, whether they hold the neuron of this core
 
     def finish(self) -> None:
@@ -71,10 +76,10 @@ class _Walker:
             for name in found:
                 for visit in self.waiting.pop(name):
                     visit()
-        self.reads.cyclic |= not self.of_modules.isdisjoint(self.waiting)  # which may lead to the core: nobody looked
+        self.reads.cyclic |= not self.unseen.isdisjoint(self.waiting)  # which may lead to the core: nobody looked
 
     def may_be_read(self, name: str) -> bool:
-        return name in self.named_anywhere or (name in self.of_modules and not self.named_anywhere.isdisjoint(_BY_ANY_NAME))
+        return name in self.named_anywhere or (name in self.by_any_name and not self.named_anywhere.isdisjoint(_BY_ANY_NAME))
 
     def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
         place = Slot(path, holder, key)
@@ -98,6 +103,8 @@ class _Walker:
             self.may_call(value)
         elif callable_ and isinstance(value, type):
             self.may_call_methods(value, made=True)
+        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            self.named_anywhere.add(type(value).__name__)
         identity = id(vars(value)) if isinstance(value, nn.Module) else id(value)  # of modules that share their contents: one
         if identity in self.seen:
             self.reads.cyclic |= value is self.core
@@ -174,7 +181,9 @@ class _Walker:
                 return Core(weakref.ref(value))
         return own
 
-    def later(self, name: str, visit: Callable[[], None]) -> None:
+    def later(self, name: str, visit: Callable[[], None], *, by_any_name: bool = False) -> None:
+        if by_any_name:
+            self.by_any_name.add(name)
         self.waiting.setdefault(name, []).append(visit)
 
     def names(self, path: str, namespace: Any, names: Sequence[Any], depth: int) -> None:
@@ -184,19 +193,22 @@ class _Walker:
         for name in names:
             self.slot(f"{path}.{name}", namespace, name, depth + 1)
 
-    def own_attributes(self, path: str, namespace: dict[str, Any], skipped: Collection[str], depth: int) -> None:
-        """Of a module, those that are no parameters, buffers or modules. It may be the network that the neuron is part of, which keeps
-        what its `forward` computed: where the core has no name for it, it is none of the core's."""
+    def own_attributes(self, path: str, module: nn.Module, depth: int) -> None:
+        """Those of a module that are no parameters, buffers or modules. It may be the network that the neuron is part of, which keeps
+        what its `forward` computed, or another neuron with its states: what nothing names that the core may call is none of the core's."""
+        namespace = vars(module)
+        skipped = _MODULE_INTERNALS | getattr(type(module), "unread", frozenset())
+        if namespace.get("core", module) is self.core:  # the neuron of this very core, which its closure leads to
+            skipped |= {"states", "state_seqs"}
+        by_name = _reads_by_name(module)
         self.reads.sizes.append((namespace, len(namespace)))
-        for name, value in list(namespace.items()):
+        for name in [n for n in namespace if n not in skipped]:
             visit = functools.partial(self.slot, f"{path}.{name}", namespace, name, depth + 1)
-            if name in skipped:
-                continue
-            if isinstance(value, _SCALARS):
+            if not by_name or isinstance(namespace[name], _SCALARS):
                 visit()
             else:
-                self.of_modules.add(name)
-                self.later(name, visit)
+                self.unseen.add(name)
+                self.later(name, visit, by_any_name=True)
 
     def holds_the_neuron(self, module: nn.Module) -> bool:
         """Whether the neuron of this core is somewhere in a module: the core does not call it."""
@@ -228,10 +240,7 @@ class _Walker:
     def module(self, path: str, module: nn.Module, place: Slot | None, depth: int) -> None:
         self.class_of(path, module, depth, called=not self.holds_the_neuron(module))
         self.slot(f"{path}.training", vars(module), "training", depth + 1)
-        skipped = _MODULE_INTERNALS | getattr(type(module), "unread", frozenset())
-        if vars(module).get("core", module) is self.core:  # the neuron of this very core, which its closure leads to
-            skipped |= {"states", "state_seqs"}
-        self.own_attributes(path, vars(module), skipped, depth)
+        self.own_attributes(path, module, depth)
         for name in _slot_names(type(module)):
             self.slot(f"{path}.{name}", self.holder(module, Attributes(module)), name, depth + 1)
         for table in (module._parameters, module._buffers, module._modules):
@@ -282,7 +291,7 @@ class _Walker:
                 if unnamed:
                     self.may_call(fn)
                 else:
-                    self.later(name, functools.partial(self.may_call, fn))
+                    self.later(name, functools.partial(self.may_call, fn), by_any_name=True)
 
     def cls(self, path: str, cls: type, depth: int) -> None:
         self.constants.append((path, "class", cls.__qualname__))
@@ -358,6 +367,13 @@ class _Walker:
 def _settable(place: Slot | None) -> TypeGuard[Slot]:
     """Whether an object may be put there. Children are no places of their own: the outermost module stands for them."""
     return place is not None and not isinstance(place.holder, Child)
+
+
+def _reads_by_name(module: nn.Module) -> bool:
+    """Whether all that reads a module's attributes names them: the user's code does, hooks and PyTorch's own modules may not."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    own = all(base in (nn.Module, object) or not _is_library(base.__module__) for base in type(module).__mro__)
+    return getattr(type(module), "runs_sequences", False) or (own and not any(hooks))
 
 
 def _is_taken_as_it_is(fn: types.FunctionType) -> bool:

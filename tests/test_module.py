@@ -777,6 +777,26 @@ def test_a_pruned_core():
     assert torch.equal(FlexSN(core, num_states=1, strict=True)(x), want)
 
 
+class Rectified(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.PReLU(4)
+
+    def forward(self, x, v):
+        return weighted(self.act(x), v, 0.5)
+
+
+def test_a_pruned_module_of_pytorchs_inside_a_core():
+    """Whose attributes no code of the user's names."""
+    core, x = Rectified(), torch.randn(6, 3, 4)
+    prune.l1_unstructured(core.act, "weight", amount=2)
+    with pytest.raises(errors.SideEffectError, match=r"prune\.remove\(module, name\)"):
+        FlexSN(core, num_states=1, strict=True)(x)
+    assert type(core.act.weight) is torch.Tensor and core.act.weight.tolist() == core.act.weight_orig.mul(core.act.weight_mask).tolist()
+    prune.remove(core.act, "weight")
+    assert torch.equal(FlexSN(core, num_states=1, strict=True)(x), FlexSN(core, num_states=1, backend="torch")(x))
+
+
 # --- where states start -------------------------------------------------------------------------------------------------------
 def test_a_start_has_the_dtype_of_the_modules_own_parameters():
     neuron = flexsn.FlexSN(lambda x, v: (x + v, v), 1, 1, initial_states=[0.5])

@@ -1648,6 +1648,26 @@ class Checked(nn.InstanceNorm1d):
         raise ValueError(self.gains[0])
 
 
+class OfClass(Gained):
+    """Reads what a class, of which nobody knows where it leads, holds."""
+
+    class Holder:
+        pass
+
+    holder = Holder()
+
+    def __init__(self):
+        super().__init__()
+        self.holder.gains = self.gains
+
+    def of_class(self, x):
+        return x * self.holder.gains[0]
+
+
+class Gotten(Gained):
+    gain = property(operator.attrgetter("gains"))
+
+
 class OfGained:
     def __init__(self, module):
         self.gain = module.gains[0]
@@ -1676,6 +1696,8 @@ GAINED = {
     "forward": (Forward, lambda m, x: m(x)),
     "__call__": (Called, lambda m, x: m(x)),
     "what a library calls": (Checked, read_in_a_check),
+    "a method of a computed name": (OfClass, lambda m, x: getattr(m, "".join(("of_", "class")))(x)),
+    "a property of C": (Gotten, lambda m, x: x * m.gain[0]),
     "an object that is made": (Gained, lambda m, x: x * OfGained(m).gain),
 }
 

@@ -193,11 +193,11 @@ FAULTS = [
         "        tensors = [t for given in others for t in given if t is not None]\n", "test_lowlevel_ops.py::test_forward_mode_is_refused[inference-False]",
     ),
     Fault(
-        "what a network keeps is its neuron's", "reads_look.py", "            if isinstance(value, _SCALARS):\n                visit()\n",
-        "            if True:\n                visit()\n", "test_reads.py::test_what_a_core_can_reach_and_does_not_read_stays_the_networks[method]",
+        "what a network keeps is its neuron's", "reads_look.py", "            if not by_name or isinstance(namespace[name], _SCALARS):\n",
+        "            if True:\n", "test_reads.py::test_what_a_core_can_reach_and_does_not_read_stays_the_networks[method]",
     ),
     Fault(
-        "attributes are read by their names alone", "reads_look.py", "(name in self.of_modules and not self.named_anywhere.isdisjoint(_BY_ANY_NAME))",
+        "attributes are read by their names alone", "reads_look.py", "(name in self.by_any_name and not self.named_anywhere.isdisjoint(_BY_ANY_NAME))",
         "False", "test_reads.py::test_attributes_of_a_module_are_read_by_any_way[a computed name]",
     ),
     Fault(
