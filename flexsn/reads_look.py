@@ -36,9 +36,7 @@ _SETTINGS = ("torch.optim.lr_scheduler", "torch.distributions")
 _IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
 _VIEWS = (types.MappingProxyType, type(vars(types).keys()), type(vars(types).values()), type(vars(types).items()))
 _MAX_DEPTH = 32
-_MAKERS = frozenset(
-    {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"}
-)  # of objects: cores meet most of them made
+_MAKERS = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"})  # cores meet most objects made
 _BY_ANY_NAME = frozenset({
     "getattr", "setattr", "delattr", "vars", "__dict__", "__getattribute__", "__setattr__", "attrgetter", "methodcaller", "eval", "exec",
     "getmembers",
