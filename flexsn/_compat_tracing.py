@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ def trace_body(
     from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.13
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # 2.11, 2.13
 
+    def run(*args: torch.Tensor) -> Any:
+        with _unnamed_module_calls():
+            return core(*args)
+
     with disable_proxy_modes_tracing():
-        body = reenter_make_fx(core)(*operands, *captured)
+        body = reenter_make_fx(run)(*operands, *captured)
     placeholders = [node for node in body.graph.nodes if node.op == "placeholder"][len(operands) :]
     read = [tensor for tensor, node in zip(captured, placeholders, strict=True) if node.users]
     for node in placeholders:
@@ -28,6 +33,19 @@ def trace_body(
             body.graph.erase_node(node)
     body.recompile()
     return body, read
+
+
+@contextlib.contextmanager
+def _unnamed_module_calls() -> Iterator[None]:
+    """While inside, a trace asks for no paths of modules that are called: of a module under two names the trace of a body has none."""
+    from torch.fx._symbolic_trace import _orig_module_call  # 2.11, 2.13
+
+    traced = torch.nn.Module.__call__
+    torch.nn.Module.__call__ = _orig_module_call  # type: ignore[method-assign]  # as the trace does, and undoes
+    try:
+        yield
+    finally:
+        torch.nn.Module.__call__ = traced  # type: ignore[method-assign]  # likewise
 
 
 def record_call(mode: Any, operator: Any, body: torch.fx.GraphModule, args: tuple, run: Callable[[], Any]) -> Any:

@@ -42,6 +42,7 @@ class FlexSNScan(_compat.HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("flex_sn_scan", cacheable=True)
 
+    @_compat.unseen_by_dynamo  # which would see a trace in its own; it takes the operator by `_compiled`
     def __call__(
         self, core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
         output_template_specs: Specs = None,

@@ -90,6 +90,7 @@ INTERFACES = {
         "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr",
         "torch._higher_order_ops.utils:reenter_make_fx",
         "torch._higher_order_ops.utils:unique_graph_id",
+        "torch.fx._symbolic_trace:_orig_module_call",
         "torch.fx.experimental.proxy_tensor:ProxyTorchDispatchMode",
         "torch.fx.experimental.proxy_tensor:disable_proxy_modes_tracing",
         "torch.fx.experimental.proxy_tensor:get_proxy_mode",

@@ -37,7 +37,7 @@ class Reads:
     fingerprint: tuple = ()  # code and constants; equal fingerprints trace to equal graphs
     watched: list[tuple[Slot, Any]] = field(default_factory=list)
     sizes: list[tuple[Any, int]] = field(default_factory=list)  # of containers and namespaces, which may grow
-    orders: list[tuple[dict, list]] = field(default_factory=list)  # keys of dicts that may be iterated
+    orders: list[tuple[Any, list]] = field(default_factory=list)  # keys of dicts, and items of sets, that may be iterated
     iterators: list[Slot] = field(default_factory=list)  # places of those that cannot be looked into
     opaque: list[Any] = field(default_factory=list)  # what the fingerprint names by id(): to be kept while it is in use
     signatures: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # by counts of operands, made by `scan`
@@ -77,6 +77,11 @@ class Reads:
             if slot.get() is not old:
                 changed = slot.path
                 slot.set(old)
+        for table, items in self.orders:
+            if isinstance(table, set) and not all(map(operator.is_, [*table, None], [*items, None])):
+                changed = changed or "set"
+                table.clear()
+                table.update(items)
         for (container, _), n in zip(self.sizes, held[1], strict=True):
             if len(container) > n and isinstance(container, (dict, list, collections.deque)):
                 changed = changed or type(container).__name__

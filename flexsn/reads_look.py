@@ -11,13 +11,12 @@ import contextvars
 import dis
 import functools
 import gc
-import operator
 import os
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -36,12 +35,11 @@ _SETTINGS = ("torch.optim.lr_scheduler", "torch.distributions")
 _IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
 _VIEWS = (types.MappingProxyType, type(vars(types).keys()), type(vars(types).values()), type(vars(types).items()))
 _MAX_DEPTH = 32
-_MAKERS = frozenset({"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__"})  # cores meet most objects made
-_BY_ANY_NAME = frozenset({
-    "getattr", "setattr", "delattr", "vars", "__dict__", "__getattribute__", "__setattr__", "attrgetter", "methodcaller", "eval", "exec",
-    "getmembers",
-})  # fmt: skip
+_CARRIED = frozenset({"states", "state_seqs"})  # of a neuron: what a call left
 _PYTHONS = Path(os.__file__).parent
+_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})  # what Python does with one attribute of a variable
+_VARIABLE = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_AND_CLEAR", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_GLOBAL", "LOAD_NAME"})
+_BY_ATTRIBUTE = frozenset({"__getattr__", "__getattribute__", "__setattr__", "__delattr__"})  # methods that it calls for it
 
 
 def look(core: Callable) -> Reads:
@@ -62,32 +60,41 @@ class _Walker:
         self.constants: list[tuple] = []
         self.seen: dict[int, tuple[str, Slot | None]] = {}  # by identity, the first path and place
         self.held: list[Any] = []
-        self.named_anywhere: set[str] = set()  # in the functions that were seen and that the core may call
+        self.named_anywhere: set[str] = set()  # in the functions that were seen
         self.waiting: dict[str, list[Callable[[], None]]] = {}  # visits to be made if that name is among them
-        self.by_any_name: set[str] = set()  # those that also are if the core reads attributes by names that it computes
-        self.unseen: set[str] = set()  # attributes whose visits wait
-        self.networks: dict[int, bool] = {}  # by identity of modules, whether they hold the neuron of this core
+        self.networks: dict[int, bool] = {}  # by identity of modules, whether the core belongs to them
+        self.kept: dict[int, dict[str, list[Callable[[], None]]]] = {}  # of networks, by name: visits of what the core has not named
+        self.met: list[nn.Module] = []  # these networks
+        self.hidden = False  # whether something was met that cannot be looked into and may lead to a network
+        self.passed_on: set[int] = set()  # networks of which the core reads more than attributes by their names
 
     def finish(self) -> None:
         """What may be read by a name that any of the functions has."""
-        while found := [name for name in self.waiting if self.may_be_read(name)]:
+        while True:
+            if self.hidden:
+                for module in self.met:
+                    self.takes_whole(module)
+            found = [name for name in self.waiting if name in self.named_anywhere]
+            if not found:
+                return
             for name in found:
                 for visit in self.waiting.pop(name):
                     visit()
-        self.reads.cyclic |= not self.unseen.isdisjoint(self.waiting)  # which may lead to the core: nobody looked
 
-    def may_be_read(self, name: str) -> bool:
-        return name in self.named_anywhere or (name in self.by_any_name and not self.named_anywhere.isdisjoint(_BY_ANY_NAME))
-
-    def slot(self, path: str, holder: Any, key: Any, depth: int) -> None:
+    def slot(self, path: str, holder: Any, key: Any, depth: int, *, whole: bool = True) -> None:
         place = Slot(path, holder, key)
         value = place.get()
         self.reads.watched.append((place, value))
         if value is not MISSING:
-            self.visit(path, value, place, depth)
+            self.visit(path, value, place, depth, whole=whole)
 
-    def visit(self, path: str, value: Any, place: Slot | None, depth: int, *, callable_: bool = True) -> None:
-        """Look into what a place holds. `callable_`: the core may call it, if it is a function or a class."""
+    def visit(self, path: str, value: Any, place: Slot | None, depth: int, *, whole: bool = True) -> None:
+        """Look into what a place holds.
+
+        Args:
+            whole: the core may do anything with it from there; else it reads attributes by their names (of a network), or nothing (of
+                a function or class that is called from elsewhere only).
+        """
         if isinstance(value, _SCALARS):
             plain: Any = next(base for base in type(value).__mro__ if _is_library(base.__module__))  # whose `repr` tells values apart
             self.constants.append((path, type(value).__name__, plain.__repr__(value)))
@@ -97,12 +104,8 @@ class _Walker:
             self.held.append(value)
             self.attributes(path, value, depth)
             return
-        if callable_ and isinstance(value, types.FunctionType):
-            self.may_call(value)
-        elif callable_ and isinstance(value, type):
-            self.may_call_methods(value, made=True)
-        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
-            self.named_anywhere.add(type(value).__name__)
+        if whole:
+            self.takes_whole(value)
         identity = id(vars(value)) if isinstance(value, nn.Module) else id(value)  # of modules that share their contents: one
         if identity in self.seen:
             self.reads.cyclic |= value is self.core
@@ -130,14 +133,17 @@ class _Walker:
             self.items(path, value.keywords, None, depth)
             self.names(f"{path}.attributes", vars(value), list(vars(value)), depth)
         elif isinstance(value, types.MethodType):
-            self.visit(path, value.__func__, None, depth + 1)
-            self.fixed(f"{path}.self", value.__self__, depth)
+            self.visit(path, value.__func__, None, depth + 1, whole=False)
+            self.calls(value.__func__, value.__self__)
+            self.fixed(f"{path}.self", value.__self__, depth, whole=not isinstance(value.__func__, types.FunctionType))
         elif isinstance(value, types.FunctionType):
             self.function(path, value, depth)
         elif isinstance(value, (list, tuple, dict, collections.deque)):
             self.items(path, value, place, depth)
             if not _is_library(type(value).__module__):
                 self.attributes(path, value, depth)
+        elif isinstance(value, (set, frozenset)):
+            self.set(path, value)
         elif isinstance(value, _VIEWS):
             self.visit(path, gc.get_referents(value)[0], None, depth + 1)  # what it shows
         elif isinstance(value, weakref.ref):
@@ -165,7 +171,7 @@ class _Walker:
 
     def attributes(self, path: str, value: Any, depth: int) -> None:
         """The class of an object, and what it holds by names."""
-        self.class_of(path, value, depth)
+        self.slot(f"{path}.type", self.holder(value, Attributes(value)), "__class__", depth + 1)
         namespace = getattr(value, "__dict__", None)
         if isinstance(namespace, dict):
             self.names(path, namespace, list(namespace), depth)
@@ -179,9 +185,71 @@ class _Walker:
                 return Core(weakref.ref(value))
         return own
 
-    def later(self, name: str, visit: Callable[[], None], *, by_any_name: bool = False) -> None:
-        if by_any_name:
-            self.by_any_name.add(name)
+    # --- the network that the neuron is part of -----------------------------------------------------------------------
+    # A core may lead to it, as a method of it or a closure over it, and so to all that it keeps: what its `forward` computed, logs of
+    # a training loop. While the core reads nothing of it but attributes by their names (`self.w`), only these are the core's.
+    def is_network(self, module: nn.Module) -> bool:
+        """Whether the neuron is in it or the core is its method, and nothing but code of the user's reads its attributes."""
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        users = all(base in (nn.Module, object) or not _is_library(base.__module__) for base in type(module).__mro__)
+        return users and not any(hooks) and id(module) not in self.passed_on and self.holds_the_core(module)
+
+    def holds_the_core(self, module: nn.Module) -> bool:
+        if id(module) not in self.networks:
+            self.networks[id(module)] = False  # meanwhile, for modules in a circle
+            own = vars(module).get("core") is self.core or getattr(self.core, "__self__", None) is module
+            self.networks[id(module)] = own or any(self.holds_the_core(child) for child in module._modules.values() if child is not None)
+        return self.networks[id(module)]
+
+    def network(self, path: str, module: nn.Module, names: Sequence[str], depth: int) -> None:
+        """Keep visits of its attributes, and what its methods name, until the core names these."""
+        kept = self.kept.setdefault(id(module), {})
+        self.met.append(module)
+        for name in names:
+            kept.setdefault(name, []).append(functools.partial(self.slot, f"{path}.{name}", vars(module), name, depth + 1))
+        for name, raw in _members(type(module)):
+            fn = _function_in(raw)
+            if isinstance(fn, types.FunctionType):
+                kept.setdefault(name, []).append(functools.partial(self.calls, fn, module))
+            elif not isinstance(raw, _IN_CLASSES):  # which may be a method made by a decorator
+                kept.setdefault(name, []).append(functools.partial(self.takes_whole, module))
+        for name in kept:
+            self.later(name, functools.partial(self.name_of_network, module, name))
+        for name in _BY_ATTRIBUTE:
+            self.name_of_network(module, name)
+
+    def name_of_network(self, module: nn.Module, name: str) -> None:
+        for visit in self.kept[id(module)].pop(name, ()):
+            visit()
+
+    def calls(self, fn: Any, owner: Any = None) -> None:
+        """The core may call a function: what it names may be read, of its owner more if it takes that whole."""
+        if not isinstance(fn, types.FunctionType) or _is_taken_as_it_is(fn):
+            return
+        self.named_anywhere.update(_names(fn.__code__))
+        if isinstance(owner, nn.Module) and (not fn.__code__.co_argcount or fn.__code__.co_varnames[0] in _taken_whole(fn.__code__)):
+            self.takes_whole(owner)
+
+    def takes_whole(self, value: Any) -> None:
+        """The core may do anything with it: call it, pass it on, ask for attributes whose names it computes."""
+        if isinstance(value, types.FunctionType):
+            self.calls(value)
+        elif isinstance(value, type):
+            for _, raw in _members(value):
+                self.calls(_function_in(raw))
+        elif isinstance(value, dict):
+            for module in self.met:
+                if vars(module) is value:
+                    self.takes_whole(module)
+        elif isinstance(value, nn.Module) and self.holds_the_core(value) and id(value) not in self.passed_on:
+            self.passed_on.add(id(value))
+            self.hidden |= vars(value).get("core") is self.core  # a neuron, which has the core, which may have the network
+            for name in list(self.kept.get(id(value), ())):
+                self.name_of_network(value, name)
+            for child in value._modules.values():
+                self.takes_whole(child)
+
+    def later(self, name: str, visit: Callable[[], None]) -> None:
         self.waiting.setdefault(name, []).append(visit)
 
     def names(self, path: str, namespace: Any, names: Sequence[Any], depth: int) -> None:
@@ -191,37 +259,13 @@ class _Walker:
         for name in names:
             self.slot(f"{path}.{name}", namespace, name, depth + 1)
 
-    def own_attributes(self, path: str, module: nn.Module, depth: int) -> None:
-        """Those of a module that are no parameters, buffers or modules. It may be the network that the neuron is part of, which keeps
-        what its `forward` computed, or another neuron with its states: what nothing names that the core may call is none of the core's."""
-        namespace = vars(module)
-        skipped = _MODULE_INTERNALS | getattr(type(module), "unread", frozenset())
-        if namespace.get("core", module) is self.core:  # the neuron of this very core, which its closure leads to
-            skipped |= {"states", "state_seqs"}
-        by_name = _reads_by_name(module)
-        self.reads.sizes.append((namespace, len(namespace)))
-        for name in [n for n in namespace if n not in skipped]:
-            visit = functools.partial(self.slot, f"{path}.{name}", namespace, name, depth + 1)
-            if not by_name or isinstance(namespace[name], _SCALARS):
-                visit()
-            else:
-                self.unseen.add(name)
-                self.later(name, visit, by_any_name=True)
-
-    def holds_the_neuron(self, module: nn.Module) -> bool:
-        """Whether the neuron of this core is somewhere in a module: the core does not call it."""
-        if id(module) not in self.networks:
-            self.networks[id(module)] = False  # for modules in a circle
-            own = vars(module).get("core") is self.core
-            self.networks[id(module)] = own or any(self.holds_the_neuron(child) for child in module._modules.values() if child is not None)
-        return self.networks[id(module)]
-
-    def fixed(self, path: str, value: Any, depth: int) -> None:
+    def fixed(self, path: str, value: Any, depth: int, *, whole: bool = True) -> None:
         """What its holder never exchanges."""
-        self.visit(path, value, Slot(path, Contents(value)) if isinstance(value, nn.Module) else None, depth + 1)
+        self.visit(path, value, Slot(path, Contents(value)) if isinstance(value, nn.Module) else None, depth + 1, whole=whole)
 
     def opaque(self, path: str, value: Any, place: Slot | None = None) -> None:
         """Something that cannot be looked into: the same object counts as the same value."""
+        self.hidden |= not (isinstance(value, (Tensor, types.FunctionType)) or _is_opaque(type(value)))
         if isinstance(value, Iterator):
             self.reads.iterators.append(place or Slot(path, Contents(value)))
         self.reads.opaque.append(value)
@@ -235,10 +279,31 @@ class _Walker:
         else:
             self.names(path, values, list(values) if isinstance(values, dict) else range(len(values)), depth)
 
+    def set(self, path: str, values: Collection[Any]) -> None:
+        """By its scalars, in order; what else it holds has no place."""
+        self.reads.sizes.append((values, len(values)))
+        self.reads.orders.append((values, list(values)))
+        self.constants.append((path, type(values).__name__, tuple(sorted(map(repr, filter(_is_scalar, values))))))
+        for value in values:
+            if not _is_scalar(value):
+                self.opaque(path, value)
+                self.takes_whole(value)
+
     def module(self, path: str, module: nn.Module, place: Slot | None, depth: int) -> None:
-        self.class_of(path, module, depth, called=not self.holds_the_neuron(module))
+        network = self.is_network(module)
+        self.slot(f"{path}.type", self.holder(module, Attributes(module)), "__class__", depth + 1, whole=not network)
         self.slot(f"{path}.training", vars(module), "training", depth + 1)
-        self.own_attributes(path, module, depth)
+        skipped = _MODULE_INTERNALS | getattr(type(module), "unread", frozenset())
+        own = [n for n in vars(module) if n not in skipped]
+        if getattr(type(module), "runs_sequences", False):  # a neuron; of this very core, if its closure leads here
+            if vars(module).get("core", module) is not self.core:
+                for name in _CARRIED.intersection(own):
+                    self.later(name, functools.partial(self.slot, f"{path}.{name}", vars(module), name, depth + 1))
+            own = [n for n in own if n not in _CARRIED]
+        if network:
+            self.network(path, module, own, depth)
+            own = []
+        self.names(path, vars(module), own, depth)
         for name in _slot_names(type(module)):
             self.slot(f"{path}.{name}", self.holder(module, Attributes(module)), name, depth + 1)
         for table in (module._parameters, module._buffers, module._modules):
@@ -252,44 +317,16 @@ class _Walker:
         for name, child in module._modules.items():
             self.reads.watched.append((Slot(path, module._modules, name), child))
             if child is not None:
-                self.visit(f"{path}.{name}", child, Slot(path, Child(place), name) if place else None, depth + 1)
+                inside = Slot(path, Child(place), name) if place else None
+                self.visit(f"{path}.{name}", child, inside, depth + 1, whole=not self.holds_the_core(child))
+                if self.holds_the_core(child):
+                    self.later(name, functools.partial(self.takes_whole, child))
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
             self.reads.sizes.append((hooks, len(hooks)))
             for i, (key, hook) in enumerate(hooks.items()):
                 place = Slot(f"{path}.hook", hooks, key)
                 self.reads.watched.append((place, hook))
                 self.visit(f"{path}.hook{i}", hook, place, depth + 1)
-
-    def class_of(self, path: str, value: Any, depth: int, *, called: bool = True) -> None:
-        """The class of an object; `called`: the core may call the object itself."""
-        place = Slot(f"{path}.type", self.holder(value, Attributes(value)), "__class__")
-        cls = place.get()
-        self.reads.watched.append((place, cls))
-        self.visit(place.path, cls, place, depth + 1, callable_=False)
-        self.may_call_methods(cls, called=called)
-
-    def may_call(self, fn: types.FunctionType) -> None:
-        """What it names may be read."""
-        if not _is_taken_as_it_is(fn):
-            self.named_anywhere.update(_names(fn.__code__))
-
-    def may_call_methods(self, cls: type, *, called: bool = True, made: bool = False) -> None:
-        """Of a class: by their names, or without, as Python and a library's class call methods.
-
-        Args:
-            called: whether `forward` is.
-            made: whether objects are made, too.
-        """
-        for base in cls.__mro__:
-            for name, raw in vars(base).items() if not _is_library(base.__module__) else ():
-                fn = _function_in(raw)
-                if not isinstance(fn, types.FunctionType):
-                    continue
-                unnamed = made if name in _MAKERS else called if name == "forward" else name.startswith("__") or _overrides(cls, name)
-                if unnamed:
-                    self.may_call(fn)
-                else:
-                    self.later(name, functools.partial(self.may_call, fn), by_any_name=True)
 
     def cls(self, path: str, cls: type, depth: int) -> None:
         self.constants.append((path, "class", cls.__qualname__))
@@ -304,7 +341,7 @@ class _Walker:
                 place = Slot(f"{path}.{name}", base, name)
                 if isinstance(member, types.FunctionType):
                     self.reads.watched.append((place, raw))
-                    self.visit(place.path, member, None, depth + 1, callable_=False)
+                    self.visit(place.path, member, None, depth + 1, whole=False)
                 elif not name.startswith("__"):
                     self.reads.watched.append((place, raw))
                     if isinstance(member, _IN_CLASSES):
@@ -333,17 +370,18 @@ class _Walker:
                 self.opaque(path, fn)
             return
         names = _names(fn.__code__)
+        whole = _taken_whole(fn.__code__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            if name == "__class__":  # for `super()`
-                self.visit(f"{path}.{name}", cell.cell_contents, None, depth + 1, callable_=False)
-                continue
-            self.named(f"{path}.{name}", cell, None, names, depth)
+            if name == "__class__":  # of `super()`
+                self.slot(f"{path}.{name}", cell, None, depth + 1, whole=False)
+            else:
+                self.named(f"{path}.{name}", cell, None, names, depth, whole=name in whole)
         set_there = _global_names(fn.__code__, "STORE_GLOBAL")
         for name in dict.fromkeys((*_global_names(fn.__code__), *set_there)):
             if name.startswith("@"):  # pytest's, in the asserts of tests
                 continue
             if name in fn.__globals__:
-                self.named(f"{path}.{name}", fn.__globals__, name, names, depth)
+                self.named(f"{path}.{name}", fn.__globals__, name, names, depth, whole=name in whole)
             elif name in set_there:
                 self.reads.watched.append((Slot(f"{path}.{name}", fn.__globals__, name), MISSING))
         attributes = [name for name in vars(fn) if name != KEPT]
@@ -353,13 +391,13 @@ class _Walker:
             if values:
                 self.items(f"{path}.defaults", values, Slot(path, fn, attribute), depth)
 
-    def named(self, path: str, holder: Any, key: Any, names: Sequence[str], depth: int) -> None:
+    def named(self, path: str, holder: Any, key: Any, names: Sequence[str], depth: int, *, whole: bool) -> None:
         """What a function means by a name; of a module, the attributes that it names."""
         value = Slot(path, holder, key).get()
         if isinstance(value, types.ModuleType):
             self.namespace(path, value, names, depth)
         else:
-            self.slot(path, holder, key, depth + 1)
+            self.slot(path, holder, key, depth + 1, whole=whole or not isinstance(value, nn.Module))
 
 
 def _settable(place: Slot | None) -> TypeGuard[Slot]:
@@ -367,20 +405,19 @@ def _settable(place: Slot | None) -> TypeGuard[Slot]:
     return place is not None and not isinstance(place.holder, Child)
 
 
-def _reads_by_name(module: nn.Module) -> bool:
-    """Whether all that reads a module's attributes names them: the user's code does, hooks and PyTorch's own modules may not."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    own = all(base in (nn.Module, object) or not _is_library(base.__module__) for base in type(module).__mro__)
-    return getattr(type(module), "runs_sequences", False) or (own and not any(hooks))
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, _SCALARS)
 
 
 def _is_taken_as_it_is(fn: types.FunctionType) -> bool:
     return _is_library(fn.__module__ or "") and _is_library(fn.__globals__.get("__name__", ""))  # decorators copy the first
 
 
-def _overrides(cls: type, name: str) -> bool:
-    """Whether a class that is no user's has a method of that name, too."""
-    return any(name in vars(base) for base in cls.__mro__[:-1] if _is_library(base.__module__))
+def _members(cls: type) -> Iterator[tuple[str, Any]]:
+    """By name, of a class and its bases that are the user's."""
+    for base in cls.__mro__:
+        if not _is_library(base.__module__):
+            yield from list(vars(base).items())
 
 
 def _function_in(raw: Any) -> Any:
@@ -422,6 +459,20 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     parts = list(_nested(code))
     texts = (const for part in parts for const in part.co_consts if isinstance(const, str) and const.isidentifier())
     return tuple(dict.fromkeys((*(name for part in parts for name in part.co_names), *texts)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _taken_whole(code: types.CodeType) -> frozenset[str]:
+    """Variables with which a function does more than to read and set attributes that no class of PyTorch's or Python's has."""
+    found = set[str]()
+    for part in _nested(code):
+        steps = [step for step in dis.get_instructions(part) if step.opname not in ("CACHE", "EXTENDED_ARG")]
+        for step, after in zip(steps, (*steps[1:], None), strict=True):
+            if step.opname in _VARIABLE and not (after and after.opname in _ATTRIBUTE and not hasattr(nn.Module, str(after.argval))):
+                found.add(step.argval)
+    if "super" in _names(code):  # reads attributes of the first argument in another class
+        found.update(name for part in _nested(code) for name in (*part.co_varnames, *part.co_freevars))
+    return frozenset(found)
 
 
 def _global_names(code: types.CodeType, *opnames: str) -> tuple[str, ...]:

@@ -222,6 +222,33 @@ def test_counts_may_be_symbols_of_dynamo(fullgraph):
     assert counter.frame_count == 2
 
 
+class Connected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p, self.linear = nn.Parameter(torch.full((6,), 0.7, dtype=f64)), nn.Linear(6, 6, dtype=f64)
+
+    def core(self, x, v):
+        h = self.p * v + x * self.p + 0.1 * self.linear(v)
+        return torch.tanh(h), h
+
+    def forward(self, x, v):
+        sequence, trail = flex_sn_scan(self.core, 1, 1, 1, x, v)
+        return sequence.sum(0) + trail[-1]
+
+
+def test_gradients_between_compiled_parts(untold):
+    """What the graph is broken for runs as it is, and no part of it in a graph of its own: Inductor's gradients of `scan` are wrong."""
+    net, (x, v, _) = Connected(), operands(grad=False)
+    with pytest.warns(FallbackWarning, match="runs the eager loop") as told:
+        found = torch.compile(net)(x, v)
+    assert len([one for one in told if one.category is FallbackWarning]) == 1
+    sequence, trail = python_loop(net.core, 1, 1, 1, x, v)
+    expected = sequence.sum(0) + trail[-1]
+    assert_same([found], [expected])
+    params = list(net.parameters())
+    assert_same(torch.autograd.grad(found.sum(), params), torch.autograd.grad(expected.sum(), params))
+
+
 class Capturing(nn.Module):
     def __init__(self):
         super().__init__()
@@ -250,6 +277,28 @@ def test_an_export_lifts_what_the_core_captures(dynamic, strict, grad):
         run.b.add_(1.0)
     assert torch.equal(run.w, net.w)  # an export shares them
     assert_same(run(x, v), net(x, v))
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return 2.0 * x
+
+
+class Tied(nn.Module):
+    """With a module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = self.other = Doubling()
+
+    def forward(self, x, v):
+        return flex_sn_scan(lambda x, v: (torch.tanh(x + v), 0.5 * v + self.one(x)), 1, 1, 1, x, v)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_of_a_core_that_calls_a_module_under_two_names(strict):
+    net, (x, v, _) = Tied(), operands(grad=False)
+    assert_same(torch.export.export(net, (x, v), strict=strict).module()(x, v), net(x, v))
 
 
 @pytest.mark.parametrize("mode", ["real", "symbolic"])

@@ -1,6 +1,7 @@
 """Captured tensors and values: found by name, differentiable, read afresh at every call."""
 
 import argparse
+import ast
 import collections
 import contextlib
 import contextvars
@@ -1717,7 +1718,7 @@ class Logging(nn.Module):
 
     def __init__(self, closure):
         super().__init__()
-        self.linear, self.gain, self.last, self.log = nn.Linear(4, 4), 2.0, None, []
+        self.linear, self.gain, self.last, self.log, self.calls = nn.Linear(4, 4), 2.0, None, [], 0
         self.first = flexsn.LIF()
         self.neuron = flexsn.FlexSN((lambda x, v: self.core(x, v)) if closure else self.core, num_inputs=1, num_states=1)
 
@@ -1726,6 +1727,7 @@ class Logging(nn.Module):
 
     def forward(self, x):
         self.last = h = self.linear(x)
+        self.calls += 1
         self.log.append(h.detach())
         return self.neuron(self.first(h))
 
@@ -1754,3 +1756,265 @@ def test_what_a_core_can_reach_and_does_not_read_stays_the_networks(closure):
     expected = flexsn.scan(lambda x, v: (x * 3.0 + v, v * 0.5), [net.first(net.linear(x))], [None]).outputs[0]
     flexsn.reset_net(net)
     assert torch.equal(net(x), expected)
+
+
+def test_a_set_that_changes():
+    flags = {"a", 2}
+
+    def core(x, v):
+        return (x * 2.0 if "a" in flags else x) + (v if 2 in flags else 0.0 * v), 0.5 * v + x
+
+    for change in (
+        lambda: None,
+        lambda: flags.remove("a"),
+        lambda: flags.add("b"),
+        lambda: flags.remove(2),
+        flags.clear,
+        lambda: flags.add("a"),
+    ):
+        change()
+        assert_follows(core)
+
+
+def test_a_core_that_adds_to_a_set():
+    seen = set()
+
+    def core(x, v):
+        seen.add("step")
+        return x + v, 0.5 * v + x
+
+    with pytest.raises(SideEffectError, match="changes `set`"):
+        flexsn.scan(core, [torch.randn(3, 2)], [None], strict=True)
+    assert seen == set()
+
+
+class Settings:
+    def __init__(self, tau):
+        self.tau = tau
+
+
+class Dispatching(nn.Module):
+    """A network whose neuron's core is a method of its own and reads `self.kept` (`[2.0]`) by some way."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.kind, self.table = [2.0], "soft", {"w": torch.full((3,), 2.0, dtype=f64)}
+        self.made()
+        self.neuron = flexsn.FlexSN(self.core, num_inputs=1, num_states=1, stateful=False)
+
+    def made(self):
+        pass
+
+    def core(self, x, v):
+        return x + v, 0.5 * v + self.scaled(x)
+
+    def forward(self, x, v=None):
+        return self.neuron(x) if v is None else x * self.kept[0]
+
+    def change(self):
+        self.kept[0] += 1.0
+
+
+class ByName(Dispatching):
+    settings = Settings(2.0)
+
+    def scaled(self, x):
+        return getattr(self, f"scaled_{self.kind}")(x)
+
+    def scaled_soft(self, x):
+        return x * self.settings.tau
+
+    def change(self):
+        type(self).settings.tau += 1.0
+
+
+class ByComputedName(Dispatching):
+    def scaled(self, x):
+        return x * getattr(self, "".join(("ke", "pt")))[0]
+
+
+class ByNamespace(Dispatching):
+    def scaled(self, x):
+        return x * self.__dict__["".join(("ke", "pt"))][0]
+
+
+class ByCall(Dispatching):
+    def scaled(self, x):
+        return self(x, 0)
+
+
+class BySuper(Dispatching):
+    def scaled(self, x):
+        return super().__call__(x, 0)
+
+
+class ByMap(Dispatching):
+    def scaled(self, x):
+        return next(map(functools.partial(self, v=0), [x]))
+
+
+class ByForward(Dispatching):
+    def scaled(self, x):
+        return self.forward(x, 0)
+
+
+class ByAlias(Dispatching):
+    def scaled(self, x):
+        me = self
+        return read(me, "".join(("ke", "pt")))[0] * x
+
+
+read = getattr
+
+
+class ByMatch(Dispatching):
+    def scaled(self, x):
+        match self:
+            case nn.Module(kept=[gain]):
+                return x * gain
+
+
+class ByGetter(Dispatching):
+    def made(self):
+        self.get = operator.attrgetter("kept")
+
+    def scaled(self, x):
+        return x * self.get(self)[0]
+
+
+class ByBoundGetter(Dispatching):
+    def made(self):
+        self.get = self.__getattribute__
+
+    def scaled(self, x):
+        return x * self.get("".join(("ke", "pt")))[0]
+
+
+class ByOwnNamespace(Dispatching):
+    def made(self):
+        self.view = self.__dict__
+
+    def scaled(self, x):
+        return x * self.view["".join(("ke", "pt"))][0]
+
+
+class BySet(Dispatching):
+    def made(self):
+        self.functions = {lambda x: x * self.kept[0]}
+
+    def scaled(self, x):
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+class ByVisitor(Dispatching):
+    class Visitor(ast.NodeVisitor):
+        def __init__(self, net):
+            self.net = net
+
+        def visit_Constant(self, node):
+            return self.net.kept[0]
+
+    def made(self):
+        self.visitor, self.tree = self.Visitor(self), ast.parse("1", mode="eval").body
+
+    def scaled(self, x):
+        return x * self.visitor.visit(self.tree)
+
+
+class ByFormat(Dispatching):
+    def made(self):
+        self.words = "{0.kept[0]}"
+
+    def scaled(self, x):
+        return x * float(self.words.format(self))
+
+
+class Decorated:
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, net, cls):
+        return functools.partial(self.function, net)
+
+
+class ByDescriptor(Dispatching):
+    @Decorated
+    def scaled(self, x):
+        return self(x, 0)
+
+
+class ByNeuron(Dispatching):
+    def scaled(self, x):
+        core = self.neuron.core
+        return x * getattr(core.__self__, "".join(("ke", "pt")))[0] if hasattr(core, "__self__") else self(x, 0)
+
+
+class ByFactory(Dispatching):
+    @dataclasses.dataclass
+    class Made:
+        tau: float = 2.0
+
+        def __post_init__(self):
+            self.twice = self.tau * self.base.tau
+
+        base = Settings(1.0)
+
+    def made(self):
+        self.settings = self.Made()
+
+    def scaled(self, x):
+        return x * dataclasses.replace(self.settings, tau=4.0).twice
+
+    def change(self):
+        self.Made.base.tau += 1.0
+
+
+class ByModules(Dispatching):
+    def scaled(self, x):
+        for module in self.modules():
+            if hasattr(module, "kept"):
+                x = x * module.kept[0]
+        return x
+
+
+class ByTable(Dispatching):
+    def scaled(self, x):
+        return x * self.table["w"]
+
+    def change(self):
+        self.table["w"] = self.table["w"] + 1.0
+
+
+class ByAttributeHook(Dispatching):
+    def __getattr__(self, name):
+        return self.kept[0] if name == "gain" else super().__getattr__(name)
+
+    def scaled(self, x):
+        return x * self.gain
+
+
+class ByParameters(Dispatching):
+    def made(self):
+        self.listed = nn.ParameterList([torch.ones(3, dtype=f64), (2.0,)])
+
+    def scaled(self, x):
+        return x * self.listed[0] * self.listed[1][0]
+
+    def change(self):
+        self.listed[1] = (self.listed[1][0] + 1.0,)
+
+
+@pytest.mark.parametrize("kind", Dispatching.__subclasses__(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("closure", [False, True], ids=["method", "closure"])
+def test_what_a_core_reads_of_its_network_in_any_way(kind, closure):
+    net, x = kind(), torch.randn(6, 4, 3, dtype=f64)
+    if closure:
+        net.neuron = flexsn.FlexSN(lambda x, v: net.core(x, v), num_inputs=1, num_states=1, stateful=False)
+    found = []
+    for _ in range(3):
+        found.append(net(x))
+        assert torch.equal(found[-1], flexsn.scan(net.core, [x], [None], backend="torch").outputs[0])
+        net.change()
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
