@@ -38,7 +38,15 @@ _MAX_DEPTH = 32
 _CARRIED = frozenset({"states", "state_seqs"})  # of a neuron: what a call left
 _PYTHONS = Path(os.__file__).parent
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})  # what Python does with one attribute of a variable
-_VARIABLE = frozenset({"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_AND_CLEAR", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_GLOBAL", "LOAD_NAME"})
+_VARIABLE = (
+    "LOAD_FAST",
+    "STORE_FAST_LOAD_FAST",
+    "LOAD_DEREF",
+    "LOAD_CLASSDEREF",
+    "LOAD_FROM_DICT",
+    "LOAD_GLOBAL",
+    "LOAD_NAME",
+)  # their first words
 _BY_ATTRIBUTE = frozenset({"__getattr__", "__getattribute__", "__setattr__", "__delattr__"})  # methods that it calls for it
 
 
@@ -468,8 +476,10 @@ def _taken_whole(code: types.CodeType) -> frozenset[str]:
     for part in _nested(code):
         steps = [step for step in dis.get_instructions(part) if step.opname not in ("CACHE", "EXTENDED_ARG")]
         for step, after in zip(steps, (*steps[1:], None), strict=True):
-            if step.opname in _VARIABLE and not (after and after.opname in _ATTRIBUTE and not hasattr(nn.Module, str(after.argval))):
-                found.add(step.argval)
+            several = isinstance(step.argval, tuple)  # variables (Python 3.13)
+            attribute = not several and after and after.opname in _ATTRIBUTE and not hasattr(nn.Module, str(after.argval))
+            if step.opname.startswith(_VARIABLE) and not attribute:
+                found.update(step.argval if several else [step.argval])
     if "super" in _names(code):  # reads attributes of the first argument in another class
         found.update(name for part in _nested(code) for name in (*part.co_varnames, *part.co_freevars))
     return frozenset(found)
