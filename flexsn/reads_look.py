@@ -8,45 +8,29 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import dis
 import functools
 import gc
-import os
 import random
-import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from .reads import KEPT, Reads
+from .reads_code import function_in, global_names, is_library, is_taken_as_it_is, members, names_in, slot_names, taken_whole
 from .slots import MISSING, Attributes, Child, Contents, Core, Slot
 
 _SCALARS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, range, slice)
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
-# Modules of flexsn whose functions are taken as they are, as PyTorch's
-_OWN = ("flexsn", "flexsn.settings", "flexsn.surrogate", "flexsn.module", "flexsn.owner", "flexsn.scan", "flexsn.neurons")
 _OPAQUE = {"torch", "numpy"}  # packages whose objects are taken as they are
 _SETTINGS = ("torch.optim.lr_scheduler", "torch.distributions")
 _IN_CLASSES = (*_SCALARS, Tensor, list, tuple, dict, functools.partial)  # attributes of classes that are looked into
 _VIEWS = (types.MappingProxyType, type(vars(types).keys()), type(vars(types).values()), type(vars(types).items()))
 _MAX_DEPTH = 32
 _CARRIED = frozenset({"states", "state_seqs"})  # of a neuron: what a call left
-_PYTHONS = Path(os.__file__).parent
-_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})  # what Python does with one attribute of a variable
-_VARIABLE = (
-    "LOAD_FAST",
-    "STORE_FAST_LOAD_FAST",
-    "LOAD_DEREF",
-    "LOAD_CLASSDEREF",
-    "LOAD_FROM_DICT",
-    "LOAD_GLOBAL",
-    "LOAD_NAME",
-)  # their first words
 _BY_ATTRIBUTE = frozenset({"__getattr__", "__getattribute__", "__setattr__", "__delattr__"})  # methods that it calls for it
 
 
@@ -104,7 +88,7 @@ class _Walker:
                 a function or class that is called from elsewhere only).
         """
         if isinstance(value, _SCALARS):
-            plain: Any = next(base for base in type(value).__mro__ if _is_library(base.__module__))  # whose `repr` tells values apart
+            plain: Any = next(base for base in type(value).__mro__ if is_library(base.__module__))  # whose `repr` tells values apart
             self.constants.append((path, type(value).__name__, plain.__repr__(value)))
             if plain is type(value) or id(value) in self.seen:
                 return
@@ -148,7 +132,7 @@ class _Walker:
             self.function(path, value, depth)
         elif isinstance(value, (list, tuple, dict, collections.deque)):
             self.items(path, value, place, depth)
-            if not _is_library(type(value).__module__):
+            if not is_library(type(value).__module__):
                 self.attributes(path, value, depth)
         elif isinstance(value, (set, frozenset)):
             self.set(path, value)
@@ -160,19 +144,19 @@ class _Walker:
             self.slot(f"{path}.value", value, None, depth + 1)
         elif isinstance(value, type):
             self.cls(path, value, depth)
-        elif isinstance(value, random.Random) or (isinstance(value, Iterator) and _is_library(type(value).__module__)):
+        elif isinstance(value, random.Random) or (isinstance(value, Iterator) and is_library(type(value).__module__)):
             self.opaque(path, value, place)
         elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType)):
             self.constants.append((path, type(value).__qualname__, value.__name__))
-            if isinstance(value, types.ModuleType) and not _is_library(value.__name__):
+            if isinstance(value, types.ModuleType) and not is_library(value.__name__):
                 for name in list(vars(value)):
                     self.later(name, functools.partial(self.namespace, path, value, (name,), depth))
             owner = getattr(value, "__self__", None)
-            if isinstance(owner, Iterator) and _is_library(type(owner).__module__):  # `next_id = ids.__next__`
+            if isinstance(owner, Iterator) and is_library(type(owner).__module__):  # `next_id = ids.__next__`
                 self.opaque(f"{path}.self", owner, place)
             elif not isinstance(owner, (types.ModuleType, type(None))):  # a method of a list, of a tensor
                 self.fixed(f"{path}.self", owner, depth)
-        elif _slot_names(type(value)) or (isinstance(getattr(value, "__dict__", None), dict) and not _is_opaque(type(value))):
+        elif slot_names(type(value)) or (isinstance(getattr(value, "__dict__", None), dict) and not _is_opaque(type(value))):
             self.attributes(path, value, depth)
         else:
             self.opaque(path, value, place)
@@ -183,7 +167,7 @@ class _Walker:
         namespace = getattr(value, "__dict__", None)
         if isinstance(namespace, dict):
             self.names(path, namespace, list(namespace), depth)
-        for name in _slot_names(type(value)):
+        for name in slot_names(type(value)):
             self.slot(f"{path}.{name}", self.holder(value, Attributes(value)), name, depth + 1)
 
     def holder(self, value: Any, own: Any) -> Any:
@@ -199,7 +183,7 @@ class _Walker:
     def is_network(self, module: nn.Module) -> bool:
         """Whether the neuron is in it or the core is its method, and nothing but code of the user's reads its attributes."""
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        users = all(base in (nn.Module, object) or not _is_library(base.__module__) for base in type(module).__mro__)
+        users = all(base in (nn.Module, object) or not is_library(base.__module__) for base in type(module).__mro__)
         return users and not any(hooks) and id(module) not in self.passed_on and self.holds_the_core(module)
 
     def holds_the_core(self, module: nn.Module) -> bool:
@@ -215,8 +199,8 @@ class _Walker:
         self.met.append(module)
         for name in names:
             kept.setdefault(name, []).append(functools.partial(self.slot, f"{path}.{name}", vars(module), name, depth + 1))
-        for name, raw in _members(type(module)):
-            fn = _function_in(raw)
+        for name, raw in members(type(module)):
+            fn = function_in(raw)
             if isinstance(fn, types.FunctionType):
                 kept.setdefault(name, []).append(functools.partial(self.calls, fn, module))
             elif not isinstance(raw, _IN_CLASSES):  # which may be a method made by a decorator
@@ -232,10 +216,10 @@ class _Walker:
 
     def calls(self, fn: Any, owner: Any = None) -> None:
         """The core may call a function: what it names may be read, of its owner more if it takes that whole."""
-        if not isinstance(fn, types.FunctionType) or _is_taken_as_it_is(fn):
+        if not isinstance(fn, types.FunctionType) or is_taken_as_it_is(fn):
             return
-        self.named_anywhere.update(_names(fn.__code__))
-        if isinstance(owner, nn.Module) and (not fn.__code__.co_argcount or fn.__code__.co_varnames[0] in _taken_whole(fn.__code__)):
+        self.named_anywhere.update(names_in(fn.__code__))
+        if isinstance(owner, nn.Module) and (not fn.__code__.co_argcount or fn.__code__.co_varnames[0] in taken_whole(fn.__code__)):
             self.takes_whole(owner)
 
     def takes_whole(self, value: Any) -> None:
@@ -243,8 +227,8 @@ class _Walker:
         if isinstance(value, types.FunctionType):
             self.calls(value)
         elif isinstance(value, type):
-            for _, raw in _members(value):
-                self.calls(_function_in(raw))
+            for _, raw in members(value):
+                self.calls(function_in(raw))
         elif isinstance(value, dict):
             for module in self.met:
                 if vars(module) is value:
@@ -312,7 +296,7 @@ class _Walker:
             self.network(path, module, own, depth)
             own = []
         self.names(path, vars(module), own, depth)
-        for name in _slot_names(type(module)):
+        for name in slot_names(type(module)):
             self.slot(f"{path}.{name}", self.holder(module, Attributes(module)), name, depth + 1)
         for table in (module._parameters, module._buffers, module._modules):
             self.reads.sizes.append((table, len(table)))
@@ -338,14 +322,14 @@ class _Walker:
 
     def cls(self, path: str, cls: type, depth: int) -> None:
         self.constants.append((path, "class", cls.__qualname__))
-        if _is_library(cls.__module__):
+        if is_library(cls.__module__):
             return
         for base in cls.__mro__:
-            if _is_library(base.__module__):
+            if is_library(base.__module__):
                 continue
             self.reads.sizes.append((vars(base), len(vars(base))))
             for name, raw in list(vars(base).items()):
-                member = _function_in(raw)
+                member = function_in(raw)
                 place = Slot(f"{path}.{name}", base, name)
                 if isinstance(member, types.FunctionType):
                     self.reads.watched.append((place, raw))
@@ -360,7 +344,7 @@ class _Walker:
 
     def namespace(self, path: str, module: types.ModuleType, names: Sequence[str], depth: int) -> None:
         """The attributes of a module that a function names, also of modules inside it."""
-        if _is_library(module.__name__) or depth > _MAX_DEPTH:
+        if is_library(module.__name__) or depth > _MAX_DEPTH:
             return
         for name in names:
             value = vars(module).get(name, MISSING)
@@ -373,19 +357,19 @@ class _Walker:
         self.constants.append((path, "code", fn.__code__, fn.__code__.co_filename))  # code of two files may be equal; lines differ
         for attribute in ("__code__", "__defaults__", "__kwdefaults__") if depth else ():  # a slot of the core would keep it alive
             self.reads.watched.append((Slot(path, fn, attribute), getattr(fn, attribute)))
-        if _is_taken_as_it_is(fn):
+        if is_taken_as_it_is(fn):
             if fn.__closure__:  # as decorators leave them: one code for many functions
                 self.opaque(path, fn)
             return
-        names = _names(fn.__code__)
-        whole = _taken_whole(fn.__code__)
+        names = names_in(fn.__code__)
+        whole = taken_whole(fn.__code__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if name == "__class__":  # of `super()`
                 self.slot(f"{path}.{name}", cell, None, depth + 1, whole=False)
             else:
                 self.named(f"{path}.{name}", cell, None, names, depth, whole=name in whole)
-        set_there = _global_names(fn.__code__, "STORE_GLOBAL")
-        for name in dict.fromkeys((*_global_names(fn.__code__), *set_there)):
+        set_there = global_names(fn.__code__, "STORE_GLOBAL")
+        for name in dict.fromkeys((*global_names(fn.__code__), *set_there)):
             if name.startswith("@"):  # pytest's, in the asserts of tests
                 continue
             if name in fn.__globals__:
@@ -417,90 +401,6 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, _SCALARS)
 
 
-def _is_taken_as_it_is(fn: types.FunctionType) -> bool:
-    return _is_library(fn.__module__ or "") and _is_library(fn.__globals__.get("__name__", ""))  # decorators copy the first
-
-
-def _members(cls: type) -> Iterator[tuple[str, Any]]:
-    """By name, of a class and its bases that are the user's."""
-    for base in cls.__mro__:
-        if not _is_library(base.__module__):
-            yield from list(vars(base).items())
-
-
-def _function_in(raw: Any) -> Any:
-    """Of a property, or a static or class method: the function. Anything else as it is."""
-    for name in ("fget", "__func__"):
-        try:
-            return getattr(raw, name)
-        except Exception:  # an attribute of a class may be anything, and answer to a name as it likes
-            continue
-    return raw
-
-
-def _slot_names(cls: type) -> list[str]:
-    """Attributes that objects of a class hold outside their `__dict__`."""
-    found = []
-    for base in cls.__mro__:
-        slots = () if _is_library(base.__module__) else getattr(base, "__slots__", ()) if "__slots__" in vars(base) else ()
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
-
-
 def _is_opaque(cls: type) -> bool:
     """Whether objects of a class are taken as they are: those of PyTorch and NumPy, but for those that are settings of others."""
     return cls.__module__.partition(".")[0] in _OPAQUE and not cls.__module__.startswith(_SETTINGS)
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function and of those inside it."""
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _nested(const)
-
-
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Names of globals and of attributes, also those that are given to `getattr`."""
-    parts = list(_nested(code))
-    texts = (const for part in parts for const in part.co_consts if isinstance(const, str) and const.isidentifier())
-    return tuple(dict.fromkeys((*(name for part in parts for name in part.co_names), *texts)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _taken_whole(code: types.CodeType) -> frozenset[str]:
-    """Variables with which a function does more than to read and set attributes that no class of PyTorch's or Python's has."""
-    found = set[str]()
-    for part in _nested(code):
-        steps = [step for step in dis.get_instructions(part) if step.opname not in ("CACHE", "EXTENDED_ARG")]
-        for step, after in zip(steps, (*steps[1:], None), strict=True):
-            several = isinstance(step.argval, tuple)  # variables (Python 3.13)
-            attribute = not several and after and after.opname in _ATTRIBUTE and not hasattr(nn.Module, str(after.argval))
-            if step.opname.startswith(_VARIABLE) and not attribute:
-                found.update(step.argval if several else [step.argval])
-    if "super" in _names(code):  # reads attributes of the first argument in another class
-        found.update(name for part in _nested(code) for name in (*part.co_varnames, *part.co_freevars))
-    return frozenset(found)
-
-
-def _global_names(code: types.CodeType, *opnames: str) -> tuple[str, ...]:
-    """Names that a function reads, or those of other instructions."""
-    wanted = opnames or ("LOAD_GLOBAL", "LOAD_NAME")
-    found = (i.argval for part in _nested(code) for i in dis.get_instructions(part) if i.opname in wanted)
-    return tuple(dict.fromkeys(found))
-
-
-@functools.cache
-def _is_library(module: str) -> bool:
-    """Modules whose functions are taken as they are: PyTorch, the standard library and flexsn itself."""
-    top = module.partition(".")[0]
-    own = module in _OWN or module.startswith("flexsn.neurons.")
-    return own or top in {"torch", "numpy"} or (top in sys.stdlib_module_names and _is_pythons(sys.modules.get(top)))
-
-
-def _is_pythons(module: types.ModuleType | None) -> bool:
-    """Whether a module that is named like one of the standard library is that one, and no `trace.py` beside the user's script."""
-    file = getattr(module, "__file__", None)
-    return getattr(module, "__name__", None) != "__main__" and (file is None or Path(file).is_relative_to(_PYTHONS))

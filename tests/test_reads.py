@@ -32,6 +32,7 @@ from torch.nn.utils import parametrize
 import flexsn
 from flexsn import surrogate
 from flexsn.errors import CannotFuseError, CapturedTensorError, ParamGradientError, RandomOpError, SideEffectError
+from flexsn.reads_code import taken_whole
 from flexsn.reads_look import look
 
 kept = importlib.import_module("flexsn.scan").look  # the package's `scan` is the function
@@ -1929,6 +1930,18 @@ class ByFormat(Dispatching):
 
     def scaled(self, x):
         return x * float(self.words.format(self))
+
+
+@pytest.mark.parametrize(
+    ("function", "whole"),
+    [
+        (lambda m, x: x * m.w + m.step(x, m.tab["k"]), {"x"}), (lambda m: [m.w[i] for i in range(3)], {"i", "range"}), (lambda m: m(1), {"m"}),
+        (lambda m: GLOBAL_GAIN * m.w, {"GLOBAL_GAIN"}), (lambda m, n: m.w(n), {"n"}), (lambda m: m.__dict__, {"m"}),
+        (lambda m: m.parameters(), {"m"}), (lambda m: f"{m}", {"m"}), (lambda m: (lambda: m.w)(), set()), (lambda m: (lambda: m)(), {"m"}),
+    ],
+)  # fmt: skip
+def test_what_a_function_does_more_with_than_read_attributes(function, whole):
+    assert taken_whole(function.__code__) - {".0"} == whole
 
 
 class Decorated:
