@@ -233,15 +233,20 @@ class Kernel:
             launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *addresses(arrays), *dims, T, N, *given, *constants)
 
     def prepare(self, N: int, index: int, aligned: bool) -> tuple:
-        """What launches the binary for N neurons on a GPU; it is built and loaded first, if need be."""
-        tile = self.tile(N, index, aligned)
+        """What launches the binary for N neurons on a GPU."""
+        tile, binary = self.loaded(N, index, aligned)
         if len(self._ready) > 1000:
             self._ready.clear()
+        self._ready[N, index, aligned] = ready = _ready(binary, N, tile)
+        return ready
+
+    def loaded(self, N: int, index: int, aligned: bool) -> tuple[Tile, Any]:
+        """The tile for N neurons on a GPU, and its binary; it is built and loaded first, if need be."""
+        tile = self.tile(N, index, aligned)
         binary = self._loaded.get((tile, index))
         if binary is None:
             binary = self._loaded[tile, index] = self._binary(self.expect(N, index, aligned), tile, index)
-        self._ready[N, index, aligned] = ready = _ready(binary, N, tile)
-        return ready
+        return tile, binary
 
     def forget(self, N: int) -> None:
         """Choose the tile for N neurons again at the next call."""

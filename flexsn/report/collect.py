@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import launch_cpp
+from .. import launch_cpp, launch_triton
 from ..backends import BACKENDS
 from ..doors import run_call, undisturbed
 from ..errors import (
@@ -253,18 +253,18 @@ def _bytes_moved(made: Plan, call: Call) -> int:
     return call.shapes.numel * sum(times[a.kind] * a.storage.itemsize for a in made.arguments)
 
 
-def _launch_facts(kernel: Any, call: Call) -> dict[str, Any]:
+def _launch_facts(kernel: launch_cpp.Kernel | launch_triton.Kernel, call: Call) -> dict[str, Any]:
     """How the kernel is cut and compiled, as its backend has it."""
     N, device = call.shapes.numel, call.program.device
     if isinstance(kernel, launch_cpp.Kernel):
-        tile, threads, streamed = kernel.cut(max(1, call.T), max(1, N))
-        scratch = kernel.plan.tile_bytes * tile
-        return {"tile": tile, "threads": threads, "streamed": streamed, "scratch_bytes": scratch, **vector_facts(kernel.path)}
+        width, threads, streamed = kernel.cut(max(1, call.T), max(1, N))
+        scratch = kernel.plan.tile_bytes * width
+        return {"tile": width, "threads": threads, "streamed": streamed, "scratch_bytes": scratch, **vector_facts(kernel.path)}
     if device.type != "cuda":
         return {"note": "run by Triton's interpreter: no tile, no registers"}
-    _, programs, _, _, tile, binary = kernel.prepare(max(1, N), device.index or 0, N % 16 == 0)
+    tile, binary = kernel.loaded(max(1, N), device.index or 0, N % 16 == 0)
     return {
-        "tile": tile.block, "warps": tile.warps, "programs": programs, "loads_ahead": tile.ahead,
+        "tile": tile.block, "warps": tile.warps, "programs": -(-N // tile.block), "loads_ahead": tile.ahead,
         "registers": binary.n_regs, "spills": binary.n_spills, "shared_bytes": binary.metadata.shared,
     }  # fmt: skip
 
