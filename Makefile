@@ -19,7 +19,7 @@ BENCH_READY := .bench-venv/.ready
 DOCS_READY := .docs-venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test test-slow test-full test-oldest fuzz lint format docs docs-check bench bench-gpu clean
+.PHONY: help demo examples test test-slow test-full test-oldest test-gpu fuzz lint format docs docs-check bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -52,7 +52,7 @@ $(BENCH_READY): benchmarks/requirements.txt benchmarks/setup.sh constraints.txt
 	touch $@
 
 # Threads that wait asleep: with more processes than cores, spinning ones would slow small kernels down tenfold
-test test-slow test-full test-oldest: export OMP_WAIT_POLICY ?= passive
+test test-slow test-full test-oldest test-gpu: export OMP_WAIT_POLICY ?= passive
 
 demo: $(READY) ## train a spiking classifier, fused and eager timed: demo_output/metrics.json and digits.png
 	$(BIN)/python examples/digits.py --out demo_output
@@ -72,6 +72,12 @@ test-full: $(READY) ## the tests and the slow tests
 
 test-oldest: $(OLDEST_READY) ## `make test` on PyTorch 2.11, the oldest that is supported
 	.oldest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(TESTS)
+
+# what holds on any device, beside the tests that are marked `gpu`; the other files make their operands on the CPU
+ANY_DEVICE := $(patsubst %,tests/test_%.py,absorb hop load lowlevel_ops memory module native parity rows scan sharding transforms)
+test-gpu: ## the tests on an NVIDIA GPU, with the python3 that has PyTorch for CUDA, pytest, pytest-xdist and hypothesis
+	PYTHONPATH=. $(PYTHON) -m pytest --device cuda -n $(JOBS) -m gpu $$(grep -l mark.gpu tests/test_*.py)
+	PYTHONPATH=. $(PYTHON) -m pytest --device cuda -n $(JOBS) -m "not gpu" $(ANY_DEVICE)
 
 fuzz: $(READY) ## 10,000 random cores against the eager loop (an hour): CASES=500 fewer, SEED=7 the same again
 	$(BIN)/python tools/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED))

@@ -39,6 +39,13 @@ def pytest_configure(config):
         launch_native.start_build().join()
 
 
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "cpu":  # where Triton interprets
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="runs on a GPU alone: make test-gpu"))
+
+
 def pytest_unconfigure(config):
     if not hasattr(config, "workerinput"):
         while _made:

@@ -1,4 +1,4 @@
-"""On a GPU: what the interpreter cannot show. Run with `pytest --device cuda -m gpu tests/test_gpu.py`."""
+"""On a GPU: what the interpreter cannot show. Run by `make test-gpu`."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from test_triton_ops import DTYPES, different_ops
 import flexsn
 from flexsn import launch_triton, surrogate
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 def core(x, v):

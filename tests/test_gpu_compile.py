@@ -1,4 +1,4 @@
-"""On a GPU: compiled, transformed and exported calls. Run with `pytest --device cuda -m gpu tests/test_gpu_compile.py`."""
+"""On a GPU: compiled, transformed and exported calls. Run by `make test-gpu`."""
 
 import copy
 import subprocess
@@ -13,7 +13,6 @@ from flexsn import surrogate
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("default"),  # the compilers of PyTorch 2.11 warn of themselves
 ]
 

@@ -1,6 +1,6 @@
 """On GPUs, through NCCL: the checks of `test_distributed_data.py` and `test_sharding.py`.
 
-Run with `pytest --device cuda -m gpu tests/test_gpu_distributed.py` on a machine with two GPUs or more; NVLink multicast stays off.
+Run by `make test-gpu` on a machine with two GPUs or more; NVLink multicast stays off.
 """
 
 import pytest
