@@ -1,5 +1,6 @@
 """flexsn: write one time step of a spiking neuron in plain PyTorch, get one fused kernel for the whole sequence."""
 
+import importlib
 from typing import TYPE_CHECKING
 
 from . import errors, neurons, plot, surrogate
@@ -33,13 +34,14 @@ from .neurons import (
 from .scan import ScanResult, scan
 
 if TYPE_CHECKING:
+    from . import lowlevel
     from .report import explain
 
 __all__ = [
     "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
     "Izhikevich", "LeakyIntegrator", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult", "Synaptic",
-    "TwoCompartmentLIF", "__version__", "convert", "decompose", "detach_states", "errors", "explain", "from_nir", "monitor",
-    "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
+    "TwoCompartmentLIF", "__version__", "convert", "decompose", "detach_states", "errors", "explain", "from_nir", "lowlevel",
+    "monitor", "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
 ]  # fmt: skip
 
 
@@ -49,6 +51,8 @@ def __getattr__(name: str) -> object:
         from .report import explain
 
         return explain
+    if name == "lowlevel":
+        return importlib.import_module(".lowlevel", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -22,7 +22,7 @@ from .blueprint import Blueprint
 from .capture import Meta, Trace
 from .graph import HALF
 from .interfaces import moved
-from .ops import program_from
+from .ops import KERNEL_OPERATORS, program_from
 from .signature import Signature
 
 aten = torch.ops.aten
@@ -63,7 +63,7 @@ def register() -> None:
     from torch._inductor.fx_passes.post_grad import pass_patterns  # 2.11, 2.13
     from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern  # 2.11, 2.13
 
-    for operator in (torch.ops.flexsn.forward.default, torch.ops.flexsn.backward.default):
+    for operator in KERNEL_OPERATORS:
         at_each = register_graph_pattern(CallFunctionVarArgs(operator), pass_dict=pass_patterns[-1])
         at_each(lambda match, *_, **__: absorb(match.output_node()))
 

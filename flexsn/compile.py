@@ -30,7 +30,7 @@ from .interfaces import require
 from .lower import lower
 from .reads import Reads, lock
 from .side_effects import no_side_effects
-from .signature import Signature
+from .signature import Signature, noting_default_states
 from .tape import getitem
 
 _CACHE_SIZE = 512
@@ -422,7 +422,9 @@ def program_for(
         else:
             require("fused kernels")
             try:
-                with no_side_effects(reads, sig.core, core) as anew:
+                states = metas[sig.num_inputs : ins]
+                dtype = metas[0].dtype  # type: ignore[union-attr]  # an input is there
+                with noting_default_states(sig, states, dtype), no_side_effects(reads, sig.core, core) as anew:
                     program = program_of(backend, anew, sig, metas, device, captured, num_outputs)
                 program.kept = reads.opaque
             except CannotFuseError as error:

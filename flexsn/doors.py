@@ -28,9 +28,10 @@ from .errors import (
 )
 from .forward_only import WithoutGradient, no_forward_mode, refuse_forward_mode
 from .inductor import remade
-from .ops import LIBRARY, TAGS, TracedCall, like_row, program_from, text_of
+from .ops import LIBRARY, TAGS, WHEN_TRACED, TracedCall, like_row, program_from, text_of
 from .rows import is_dense, memory_order, same_shape, unbroadcast
 from .rows import rows as as_rows
+from .sites import prepare_inductor
 
 Tensors = Sequence[Tensor | None]
 
@@ -410,3 +411,4 @@ sharding.RULES["scan"] = lambda cls, func, types, args, kwargs: _scan(*args)
 for _key in ("CompositeExplicitAutograd", "Autograd", "FuncTorchDynamicLayerFrontMode"):  # the last: an exported program under `torch.func`
     LIBRARY.impl("scan", _scan, _key)
 torch.library.register_fake("flexsn::scan", _fake_scan, lib=LIBRARY)
+WHEN_TRACED.append(prepare_inductor)

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from . import _compat, _compat_transforms, absorb
+from . import _compat, _compat_transforms
 from .blueprint import Blueprint, draw
 from .capture import Meta
 from .errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
-from .fallback import warn_once
+from .fallback import say_once, warn_once
 from .graph import HALF
-from .inductor import lower_to_calls
 from .interfaces import moved
-from .ops import KERNEL_OPERATORS, check_backend, choose_backend, text_of
+from .ops import check_backend, choose_backend, text_of
 from .places import Replay
 from .sharding import any_dtensor
 from .signature import Signature, core_name, positional_names, step_shape
@@ -150,12 +149,8 @@ def _while_tracing(function: Callable) -> Callable:
 
 @_while_tracing
 def ready() -> bool:
-    """`register`, while Dynamo traces; and Inductor is told how to lower the operators. False where this PyTorch lacks a name for it."""
-    if moved("torch.compile"):
-        return False
-    lower_to_calls(KERNEL_OPERATORS, torch.ops.flexsn.carry.default)
-    absorb.register()
-    return register()
+    """`register`, while Dynamo traces. False where this PyTorch lacks a name for it."""
+    return not moved("torch.compile") and register()
 
 
 @_while_tracing
@@ -296,10 +291,27 @@ def _without_kernel(tx: Any) -> str:
     returns still lies there. In a forward `scan_operator` returns nothing of these; in a backward they are gradients of
     captured tensors and first states, and come out wrong.
     """
-    compiler = getattr(tx.output.compiler_fn, "__name__", "")
-    known = compiler.startswith(("eager", "aot_eager")) and tx.output.current_tracer.parent is None  # checkpoints have no rule for it
+    known = _keeps_gradients(tx) and tx.output.current_tracer.parent is None  # checkpoints have no rule for it
     right = not torch.is_grad_enabled() or known or torch.compiler.is_exporting()
     return SCAN if right else EAGER
+
+
+def _keeps_gradients(tx: Any) -> bool:
+    """Whether the compiler of a graph is known to differentiate PyTorch's `scan` right."""
+    return getattr(tx.output.compiler_fn, "__name__", "").startswith(("eager", "aot_eager"))
+
+
+@_while_tracing
+def doubt_gradients(operator: str) -> None:
+    """Say that gradients of a loop, which Dynamo traces, may come out wrong, if they may."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # 2.11, 2.13
+
+    if not torch.compiler.is_exporting() and not _keeps_gradients(InstructionTranslator.current_tx()):
+        say_once(
+            f"gradients may come out wrong: Inductor (seen in PyTorch 2.13) overwrites memory that PyTorch's `{operator}` still needs. "
+            "Train with `flexsn.scan` or `flex_sn_scan`, or compile with `backend='aot_eager'`",
+            RuntimeWarning,
+        )
 
 
 def _passed_on(error: FlexSNError) -> Exception:

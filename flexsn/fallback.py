@@ -16,12 +16,15 @@ _MOST = 512  # reasons that are remembered: past so many they are said anew
 
 def warn_once(what: str, why: Exception) -> None:
     """`what` runs, for the reason `why`."""
-    text = f"flexsn runs {what}: {why}"
+    say_once(f"flexsn runs {what}: {why}", FallbackWarning)
+
+
+def say_once(text: str, category: type[Warning]) -> None:
     if text not in _warned:
         if len(_warned) >= _MOST:
             _warned.clear()
         _warned.add(text)
-        warnings.warn(text, FallbackWarning, stacklevel=_users_level())
+        warnings.warn(text, category, stacklevel=_users_level())
 
 
 @contextlib.contextmanager

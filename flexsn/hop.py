@@ -138,7 +138,7 @@ def _compiled(
     if results == dynamo.EAGER:
         _, trail, outputs = uncompiled_loop(core_fn, None, tuple(inputs), tuple(states), tuple(lifted), True, num_outputs)
         return (*outputs, *trail)
-    return (*results[:num_outputs], *results[num_outputs + num_states :])
+    return tuple([y.contiguous() for y in (*results[:num_outputs], *results[num_outputs + num_states :])])
 
 
 # --- registration with Dynamo -----------------------------------------------------------------------------------------------

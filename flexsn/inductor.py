@@ -6,7 +6,7 @@ this stands on private names, seen in 2.11 and 2.13; they are imported on use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -64,15 +64,15 @@ _PASSED_THROUGH = {"view", "_unsafe_view", "reshape", "convert_element_type", "_
 _lowered: set[Any] = set()
 
 
-def lower_to_calls(operators: Mapping[Any, tuple[Callable[..., Any], Callable[[], Callable[..., Any]]]], copy: Any) -> None:
+def lower_to_calls(operators: Iterable[Any], copy: Any) -> None:
     """Tell Inductor how to lower operators, once.
 
     Args:
-        operators: operators `(program, inputs, ...)`, each with the Python function that implements it, and with what makes
-            a site: a function for one place in generated code, where operands are of the same kinds in every call. Generated
-            Python calls the one or the other, past PyTorch's dispatcher, which takes longer than a small kernel. Operands
-            come in the order of memory of the first input, which what computes it chooses (channels last between
-            convolutions).
+        operators: operators `(program, inputs, ...)`. Beside `torch.ops.<namespace>.<name>` stand `call_<name>`, the Python function
+            that implements it, and `site_<name>`, which makes a site: a function for one place in generated code, where operands
+            are of the same kinds in every call. Generated Python calls the one or the other, past PyTorch's dispatcher, which
+            takes longer than a small kernel. Operands come in the order of memory of the first input, which what computes it
+            chooses (channels last between convolutions).
         copy: an operator `copy(tensor)` that only CUDA graphs need; without them it is the tensor itself.
     """
     if copy in _lowered:
@@ -142,10 +142,7 @@ def lower_to_calls(operators: Mapping[Any, tuple[Callable[..., Any], Callable[[]
 
         return lower
 
-    for operator, (function, site) in operators.items():
-        library, packet = getattr(torch.ops, operator.namespace), _opname(operator)
-        setattr(library, f"call_{packet}", function)
-        setattr(library, f"site_{packet}", site)
+    for operator in operators:
         add_layout_constraint(operator, in_one_order)
         register_lowering(operator, type_promotion_kind=None)(lowering(operator))
     outside = fallback_handler(copy, add_to_fallback_set=False)

@@ -63,6 +63,7 @@ INTERFACES = {
         "torch._C:_autograd._top_saved_tensors_default_hooks",
     ),
     "torch.compile": (
+        "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
         "torch._guards:TracingContext.try_get",
         "torch._C._dynamo:eval_frame._FrameAction",
         "torch._C._dynamo:eval_frame._FrameExecStrategy",

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from . import _compat_tracing, _compat_transforms
+from . import _compat_tracing, _compat_transforms, dynamo
 from .errors import (
     DoubleBackwardError,
     FlexSNError,
@@ -72,7 +72,9 @@ def lowerable_scan(
 ) -> tuple[Tensor, ...]:
     """Run a core over T steps by PyTorch's `scan` operator: one loop in the graph of `torch.compile`, whatever T is.
 
-    Inference and training, inside and outside of `torch.compile`. In training every result must be floating-point.
+    Inference and training, inside and outside of `torch.compile`. In training every result must be floating-point. Gradients may come
+    out wrong where Inductor, the default compiler, takes them (seen in PyTorch 2.13, with two such loops in a row); a
+    `RuntimeWarning` says so.
 
     Returns:
         Output sequences `[T, *shape]`, then state sequences `[T, *shape]`.
@@ -171,6 +173,8 @@ def scan_operator(
     differentiable = [y for y in template if y.requires_grad]
     if differentiable:
         _check_floating(template)
+        if torch.compiler.is_dynamo_compiling():
+            dynamo.doubt_gradients("scan")
         init = [_requiring_grad(v, differentiable[0]) for v in init]  # 2.11 drops gradients through a carry that starts without
 
     def body(carry, xs):

@@ -172,7 +172,7 @@ def _kinds(tensors: Sequence[Tensor | None]) -> tuple:
     return tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
 
 
-def _by_role(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
+def by_role(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
     return {f"p{k}": p for k, p in enumerate(params)} if params else {}  # a package of AOTInductor passes None for an empty list
 
 
@@ -193,7 +193,7 @@ def _settle(key: tuple, operands: Operands, params: Sequence[Tensor] | None, mad
         return launch, operands
     launch, roles, checkpoints = made()
     rows = _rows(operands, roles, launch)
-    _check(launch, roles, rows, _by_role(params), checkpoints)
+    _check(launch, roles, rows, by_role(params), checkpoints)
     if any(a is not b for a, b in zip(rows, operands, strict=True)):
         return launch, rows
     with lock:
@@ -202,7 +202,7 @@ def _settle(key: tuple, operands: Operands, params: Sequence[Tensor] | None, mad
     return launch, operands
 
 
-def _settle_forward(operands: Operands, program, inputs, states, params, step, checkpoints, save, sequences) -> tuple[Launch, Operands]:
+def settle_forward(operands: Operands, program, inputs, states, params, step, checkpoints, save, sequences) -> tuple[Launch, Operands]:
     step = tuple(step)
 
     def made() -> tuple[Launch, tuple[str | None, ...], int]:
@@ -213,11 +213,16 @@ def _settle_forward(operands: Operands, program, inputs, states, params, step, c
 
 
 def _forward(program, inputs, states, params, *others) -> list[Tensor]:
-    launch, operands = _settle_forward((*inputs, *states), program, inputs, states, params, *others)
-    return launch(operands, _by_role(params))
+    launch, operands = settle_forward((*inputs, *states), program, inputs, states, params, *others)
+    return launch(operands, by_role(params))
+
+
+WHEN_TRACED: list[Callable[[], None]] = []  # called as often as a trace meets one of the operators
 
 
 def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    for prepare in WHEN_TRACED:
+        prepare()
     order = _order(inputs, step)
     arrays = arrays_of(allocated(made, checkpoints), T, tuple(step), checkpoints)
     return [like_row(inputs[0], shape, dtype, len(shape) - len(step), order) for _, shape, dtype in arrays]
@@ -233,7 +238,7 @@ def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequ
     return tuple([x.dtype for x in inputs]), tuple(wanted), tuple([r for r in given if r[:2] != "gv"])
 
 
-def _settle_backward(
+def settle_backward(
     operands: Operands, program, inputs, states, params, checkpoints, cotangents, given, wanted, step
 ) -> tuple[Launch, Operands]:
     step, given, wanted = tuple(step), tuple(given), tuple(wanted)
@@ -249,8 +254,8 @@ def _settle_backward(
 
 def _backward(program, inputs, states, params, checkpoints, cotangents, *others) -> list[Tensor]:
     given = (*inputs, *states, *checkpoints, *cotangents)
-    launch, operands = _settle_backward(given, program, inputs, states, params, checkpoints, cotangents, *others)
-    return launch(operands, _by_role(params))
+    launch, operands = settle_backward(given, program, inputs, states, params, checkpoints, cotangents, *others)
+    return launch(operands, by_role(params))
 
 
 def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
@@ -305,48 +310,7 @@ for _name, _real, _fake, _vmap in (
     torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
 
 
-# --- places in generated code ---------------------------------------------------------------------------------------------------
-# A site is a function for one place in generated code, always given operands of the same kinds: its launch is looked up once.
-def _site_forward() -> Callable[..., list[Tensor]]:
-    kept: Launch | None = None
-
-    def call(program, inputs, states, params, *others) -> list[Tensor]:
-        nonlocal kept
-        if kept is not None:
-            return kept.run((*inputs, *states, *params))
-        given: Operands = (*inputs, *states)
-        launch, operands = _settle_forward(given, program, inputs, states, params, *others)
-        kept = launch if operands is given and _takes(launch, params) else None
-        return launch(operands, _by_role(params))
-
-    return call
-
-
-def _site_backward() -> Callable[..., list[Tensor]]:
-    kept: Launch | None = None
-
-    def call(program, inputs, states, params, checkpoints, cotangents, *others) -> list[Tensor]:
-        nonlocal kept
-        if kept is not None:
-            return kept.run((*inputs, *states, *checkpoints, *cotangents, *params))
-        given: Operands = (*inputs, *states, *checkpoints, *cotangents)
-        launch, operands = _settle_backward(given, program, inputs, states, params, checkpoints, cotangents, *others)
-        kept = launch if operands is given and _takes(launch, params) else None
-        return launch(operands, _by_role(params))
-
-    return call
-
-
-def _takes(launch: Launch, params: Sequence[Tensor]) -> bool:
-    """Whether it takes all of the params, in their order."""
-    return launch.params == tuple([f"p{k}" for k in range(len(params))])
-
-
-# Of each operator: the function that implements it, and what makes a site of it
-KERNEL_OPERATORS = {
-    torch.ops.flexsn.forward.default: (_forward, _site_forward),
-    torch.ops.flexsn.backward.default: (_backward, _site_backward),
-}
+KERNEL_OPERATORS = torch.ops.flexsn.forward.default, torch.ops.flexsn.backward.default
 
 
 # --- flexsn::carry --------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _compat
 from .errors import (
     ArgumentError,
     CoreError,
@@ -178,10 +179,12 @@ def noting_default_states(sig: Signature, states: Sequence[Any] | None, dtype: t
             raise
         names = ", ".join(f"`{name}`" for name, state in zip(sig.state_names, states or (), strict=False) if state is None)
         if names and _OF_DTYPES.search(error.reason if isinstance(error, CoreError) else str(error)):
-            error.add_note(
+            note = (
                 f"flexsn: zeros of {str(dtype)[6:]}, the dtype of the first input, stand in place of {names}. Where the core needs "
                 "another dtype, give a state: `states=(...)`, or `initial_states=lambda x: [torch.zeros(x.shape[1:], dtype=torch.bool)]`."
             )
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
         raise
 
 
@@ -198,7 +201,8 @@ def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, 
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
-        listed = ", ".join(f"`{n}` {list(s)}" for n, s in zip(sig.names, shapes, strict=False))
+        hinted = [[_compat.hint(n) if _compat.is_symbolic(n) else n for n in s] for s in shapes]
+        listed = ", ".join(f"`{n}` {s}" for n, s in zip(sig.names, hinted, strict=False))
         raise ShapeMismatchError(
             f"one-step shapes do not broadcast: {listed}", core=sig.core,
             hint="States carried over from a call of another shape need `reset()` first; a neuron at two places of a network carries the "

@@ -15,7 +15,8 @@ from .signature import core_name
 class FlexSNKernel:
     """A core as a stateless callable: `kernel(*input_seqs, *init_states) -> (*output_seqs, *state_seqs)`.
 
-    Sequences are `[T, *shape]`, initial states `[*shape]`; they may be left out, all or none, and are zeros then.
+    Sequences are `[T, *shape]`, initial states `[*shape]`; they may be left out, all or none, and are zeros then. Results are
+    contiguous, whatever the order in memory of the operands.
 
     Args:
         core, num_inputs, num_states, num_outputs, example_outputs, requires_grad, backend, strict: as those of `FlexSN`.
@@ -42,4 +43,4 @@ class FlexSNKernel:
                 core=core_name(neuron.core),
             )
         outputs, _, sequences = neuron.run(inputs, states or (None,) * neuron.num_states, True)
-        return (*outputs, *(sequences or ()))
+        return tuple([y.contiguous() for y in (*outputs, *(sequences or ()))])

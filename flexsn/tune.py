@@ -44,8 +44,9 @@ def _tune(launch: Launch, device: torch.device) -> None:
     candidates = [tile for tile in CANDIDATES if aligned or not tile.aligned]
     builds = [kernel.expect_tile(tile, device.index) for tile in candidates]
     times = {tile: time for tile, build in zip(candidates, builds, strict=True) if (time := _milliseconds(launch, tile, build, device))}
-    kernel.tiles.keep(N, device.index, aligned, min(times, key=times.__getitem__))
-    kernel.forget(N)
+    if times:
+        kernel.tiles.keep(N, device.index, aligned, min(times, key=times.__getitem__))
+        kernel.forget(N)
 
 
 def _milliseconds(launch: Launch, tile: Tile, build: Future, device: torch.device) -> float | None:

@@ -7,6 +7,7 @@ import collections
 import copy
 import functools
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -807,6 +808,17 @@ def test_the_prologue_is_ordinary_nodes_beside_one_kernel_for_any_length(make):
     assert found[0] == found[1]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's own
+def test_inductor_fuses_the_prologue_with_what_makes_the_params():
+    raw, x = torch.rand(8), torch.randn(5, 3, 8)
+    call = lambda raw, x: flexsn.scan(plif, [x], [None], [raw.exp() * 0.5]).outputs[0]
+    with torch.no_grad(), fresh_cache():
+        got, code = run_and_get_code(torch.compile(call, fullgraph=True), raw, x)
+        torch.testing.assert_close(got, call(raw, x))
+    (code,) = code
+    assert set(re.findall(r"cpp_fused_(\w+?)_\d", code)) == {"exp_mul_sigmoid"} and "flexsn_forward_" in code
+
+
 def test_a_neuron_without_state_has_no_cotangent_of_one():
     """What a compiled graph returns is given zeros for a gradient that nobody has."""
     given = []
@@ -1043,9 +1055,11 @@ def test_the_neurons_gradient_keeps_its_bits():
 
 # --- disk caches --------------------------------------------------------------------------------------------------------------------
 CACHED = """
-import torch, flexsn
+import sys, torch, flexsn
 from torch import nn
 from torch._dynamo.utils import counters
+
+what = sys.argv[1]
 
 class Core(nn.Module):
     def __init__(self):
@@ -1058,23 +1072,41 @@ class Core(nn.Module):
         s = flexsn.surrogate.atan(h - self.v_th)
         return s, h * (1.0 - s)
 
-net = nn.Sequential(nn.Linear(4, 8), flexsn.FlexSN(Core(), 1, 1))
+if what == "network":
+    net = nn.Sequential(nn.Linear(4, 8), flexsn.FlexSN(Core(), 1, 1))
+elif what == "operator":
+    core, v0 = Core(), torch.zeros(3, 8)
+    net = lambda x: flexsn.lowlevel.flex_sn_scan(core, 1, 1, 1, torch.cat([x, x], -1), v0)[0]
+else:  # a program that was exported elsewhere
+    net = torch.export.load(what).module()
+if sys.argv[2] == "first":  # whatever else this process compiled
+    torch.compile(flexsn.FlexSN(lambda x, v: (x + v, x + v), 1, 1))(torch.randn(5, 3, 4))
+    torch._dynamo.reset()
+    counters.clear()
 compiled = torch.compile(net, fullgraph=True)
-compiled(torch.randn(5, 3, 4)).sum().backward()
-flexsn.reset_net(net)
+got = compiled(torch.ones(5, 3, 4))
+got.sum().backward()
+if what == "network":
+    flexsn.reset_net(net)
 with torch.no_grad():
-    compiled(torch.randn(5, 3, 4))
+    torch.testing.assert_close(compiled(torch.ones(5, 3, 4)), got)
 names = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass")
 print([counters["aot_autograd"][n] for n in names], [counters["inductor"][f"fxgraph_cache_{n}"] for n in ("hit", "miss", "bypass")])
 """
 
 
 @pytest.mark.slow
-def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+@pytest.mark.parametrize("what", ["network", "operator", "program"])
+def test_a_second_process_finds_what_the_first_compiled(what, tmp_path):
+    """It need not have compiled anything before: importing flexsn is enough."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    if what == "program":
+        net = nn.Sequential(nn.Linear(4, 8), FlexSN(plif, 1, 1, params=[nn.Parameter(torch.rand(8))], stateful=False))
+        torch.export.save(torch.export.export(net, (torch.randn(5, 3, 4),)), what := tmp_path / "net.pt2")
     found = []
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", CACHED], env=environment, capture_output=True, text=True, check=False)
+    for time in ("first", "second"):
+        command = [sys.executable, "-W", "ignore", "-c", CACHED, what, time]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         found.append(done.stdout.strip())
     # training and inference; forward and backward of training, and inference

@@ -615,3 +615,24 @@ def test_a_default_state_of_another_dtype_than_the_core_takes(backend):
         with pytest.raises((TypeError, IndexError)) as caught:
             flexsn.scan(mistake, [x], [None], backend=backend, strict=True)
         assert not any("zeros of" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpp", "torch"])
+def test_an_error_of_a_state_that_started_as_zeros_of_another_dtype_says_so(backend):
+    def latch(x, b):
+        fire = x > 0.3
+        return x * fire, fire | b
+
+    with pytest.raises((errors.CoreError, NotImplementedError)) as raised:
+        flexsn.FlexSN(latch, num_states=1, backend=backend)(torch.randn(5, 3, 6))
+    (note,) = raised.value.__notes__
+    assert "zeros of float32" in note and "`b`" in note
+
+
+def test_sizes_of_a_trace_are_told_as_numbers():
+    neuron = flexsn.FlexSN(lambda x, v: (x + v, x + v), num_states=1)
+    compiled = torch.compile(neuron, backend="eager", dynamic=True)
+    with torch.no_grad():
+        compiled(torch.rand(4, 3, 6))
+        with pytest.raises(errors.ShapeMismatchError, match=r"`x` \[5, 6\], `v` \[3, 6\]"):
+            compiled(torch.rand(4, 5, 6))

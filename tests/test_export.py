@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import onnxruntime
 import pytest
 import torch
 from cores import adlif, lif, lif_soft, plif, relu_mem
@@ -546,6 +545,8 @@ def test_decomposed_package_runs_in_a_process_without_flexsn(loop, shapes, tmp_p
 
 # --- ONNX -------------------------------------------------------------------------------------------------------------------
 def onnx_session(program, folder):
+    import onnxruntime  # here alone: `make test-gpu` runs without it
+
     torch.onnx.export(program, dynamo=True, verbose=False).save(folder / "net.onnx")
     session = onnxruntime.InferenceSession(folder / "net.onnx", providers=["CPUExecutionProvider"])
     names = [i.name for i in session.get_inputs()]

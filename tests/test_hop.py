@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -86,9 +88,10 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *a: flex_sn_scan(smooth, 1, 1, 1, *a), operands(5))
 
 
-def test_results_are_contiguous_and_share_no_memory():
+@pytest.mark.parametrize("call", [flex_sn_scan, compiled], ids=["eager", "compiled"])
+def test_results_are_contiguous_and_share_no_memory(call):
     x, v, w = operands(grad=False)
-    results = flex_sn_scan(lambda x, v, w: (x, v), 1, 1, 1, x.transpose(1, 2).contiguous().transpose(1, 2), v, w)
+    results = call(lambda x, v, w: (x, v), 1, 1, 1, x.transpose(1, 2).contiguous().transpose(1, 2), v, w)
     assert all(y.is_contiguous() for y in results) and torch.equal(results[0], x) and torch.equal(results[1][-1], v)
     assert len({t.untyped_storage().data_ptr() for t in (x, v, w, *results)}) == 5
 
@@ -149,6 +152,61 @@ def test_aot_function(grad):
 # --- compiled ---------------------------------------------------------------------------------------------------------------------------
 def test_dynamo_takes_it():
     assert dynamo_hop_available() is True
+
+
+def test_where_dynamo_cannot_take_it_a_warning_says_why(monkeypatch):
+    def moved():
+        raise ImportError("no `speculate_subgraph` here")
+
+    monkeypatch.setattr(flexsn.dynamo, "register", moved)
+    with pytest.warns(RuntimeWarning, match=r"torch.compile cannot take flex_sn_scan: ImportError: no `speculate_subgraph` here"):
+        assert flexsn.hop._register() is False
+    monkeypatch.setattr(flexsn.hop, "_available", False)
+    assert dynamo_hop_available() is False
+
+
+UNTOUCHED = """
+import torch
+from torch._dynamo.variables import builder, functions, higher_order_ops, misc, nn_module, torch as variables
+
+def names():
+    classes = {c for m in (builder, functions, higher_order_ops, misc, nn_module, variables) for c in vars(m).values() if isinstance(c, type)}
+    found = {(c.__module__, c.__qualname__, name): value for c in classes for name, value in vars(c).items() if callable(value)}
+    return found | {("table", name): c for name, c in higher_order_ops._hop_name_to_variable_class.items()}
+
+before = names()
+import flexsn
+from flexsn.lowlevel import flex_sn_scan
+x = torch.rand(4, 3)
+core = lambda x, v: (x + v, x + v)
+net = flexsn.FlexSN(core, 1, 1)
+torch.compile(lambda x: flex_sn_scan(core, 1, 1, 1, x, x[0])[0] + net(x), backend="eager", fullgraph=True)(x)
+after = names()
+own = {k for k in after.keys() - before.keys() if k[0] != "table" and not k[0].startswith("flexsn")}
+print(all(after[k] is v for k, v in before.items()), sorted(own), sorted(k[1] for k in after.keys() - before.keys() if k[0] == "table"))
+"""
+
+
+def test_dynamo_is_told_and_not_patched():
+    """Every method of its classes, and every operator that it knew, is what it was before flexsn was imported and used."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", UNTOUCHED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    same, own, told = done.stdout.split(" ", 2)
+    assert same == "True" and own == "[]" and eval(told) == sorted({"flexsn_core_scan", *flexsn.dynamo.INLINED}), done.stdout
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_hop_backend_compiles_whole_with_closures(grad):
+    found = []
+    for compiler in (None, "aot_eager", "inductor"):
+        w, x = torch.tensor([0.3, -0.1, 1.0], requires_grad=True), torch.linspace(-1, 2, 15).view(5, 3).requires_grad_(grad)
+        net = flexsn.FlexSN(closure(w), 1, 1, backend="hop", stateful=False)
+        call = net if compiler is None else torch.compile(net, fullgraph=True, backend=compiler)
+        with torch.set_grad_enabled(grad):
+            y = call(x)
+        found.append((y, *(torch.autograd.grad(y.sum(), [x, w]) if grad else ())))
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0])
 
 
 class Core(nn.Module):

@@ -17,7 +17,7 @@ PACKAGE = Path(flexsn.__file__).parent
 ORDER = [  # first words of names; `_compat` is `compat`
     "errors", "version", "naming", "opset", "triton", "compat", "settings", "surrogate", "interfaces", "places", "slots", "reads", "side", "linear", "forks", "fallback", "inductor",
     "memory", "rows", "signature", "arguments", "graph", "decompose", "lower", "tape", "refuse", "record", "capture", "blueprint", "sizes", "text", "plan", "statements", "render",
-    "launch", "backends", "compile", "run", "eager", "tune", "ops", "absorb", "decomposed", "sharding", "forward", "doors", "dynamo", "loops", "pieces", "prepare", "scan", "hop", "checkpointed", "owner", "module",
+    "launch", "backends", "compile", "run", "eager", "tune", "ops", "absorb", "decomposed", "sharding", "forward", "sites", "doors", "dynamo", "loops", "pieces", "prepare", "scan", "hop", "checkpointed", "owner", "module",
     "networks", "stateless", "step", "handles", "handle", "lowlevel", "plot", "monitor",
 ]  # fmt: skip
 
@@ -171,6 +171,7 @@ def test_public_names():
         "errors",
         "explain",
         "from_nir",
+        "lowlevel",
         "monitor",
         "plot",
         "neurons",

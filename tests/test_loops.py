@@ -1,5 +1,6 @@
 """A core over time by a Python loop, by PyTorch's scan operator, by its while_loop operator: one contract, three mechanisms."""
 
+import contextlib
 import functools
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import flexsn
 from flexsn import _compat_tracing, errors, loops, surrogate
 
 PUBLIC = {
@@ -264,9 +266,13 @@ def test_gradients(name, states, case):
         assert case == "neither"
 
 
+DOUBTED = "gradients may come out wrong"  # true of Inductor, of which these tests see what comes out right
+
+
 @STATES
 @CASE
 @pytest.mark.slow
+@pytest.mark.filterwarnings(f"ignore:{DOUBTED}:RuntimeWarning")
 def test_gradients_compiled(states, case):
     core, counts, shapes = CASES[case]
     args = operands(shapes, requires_grad=True)
@@ -476,8 +482,22 @@ def test_net_inference(name, net):
         assert y.std() > 0
 
 
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "another"])
+def test_gradients_of_compilers_that_are_not_known_are_doubted(compiler, monkeypatch):
+    monkeypatch.setattr(flexsn.fallback, "_warned", set())
+    args = operands(CASES["lifted"][2], requires_grad=True)
+    core, counts, _ = CASES["lifted"]
+    backend = (lambda graph, inputs: graph.forward) if compiler == "another" else compiler
+    run = torch.compile(lambda *args: loops.lowerable_scan(core, *counts, *args), backend=backend, fullgraph=True)
+    with torch.no_grad():
+        run(*args)
+    with pytest.warns(RuntimeWarning, match=DOUBTED) if compiler == "another" else contextlib.nullcontext():
+        run(*args)
+
+
 @pytest.mark.parametrize("net", ["mlp", "vgg"])
 @pytest.mark.slow
+@pytest.mark.filterwarnings(f"ignore:{DOUBTED}:RuntimeWarning")
 def test_net_training(net):
     ours, reference, x = pair("scan", net)
     torch.compile(ours, fullgraph=True)(x).square().sum().backward()

@@ -151,6 +151,18 @@ def test_intermediates_are_few():
     assert len(output_values(forward)) - 1 <= 2
 
 
+def test_the_min_cut_saves_one_tensor_of_a_long_chain():
+    """Each factor's gradient needs the other one: what saves all that the backward reads keeps twelve."""
+
+    def core(x):
+        for _ in range(6):
+            x = torch.sin(x) * x
+        return x
+
+    forward, _ = generate_forward_and_backward_graph(core, [torch.randn(3)])
+    assert len(output_values(forward)) - 1 == 1
+
+
 def test_requires_grad_has_one_flag_per_example():
     _, backward = generate_forward_and_backward_graph(lif, two(3), [False, True])
     x, v = output_values(backward)

@@ -7,17 +7,19 @@ import torch
 from cores import adlif, leaky, lif, plif
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import flexsn
-from flexsn import FlexSN, doors
+from flexsn import FlexSN, doors, launch_native
 from flexsn.blueprint import draw
 from flexsn.capture import Meta
 from flexsn.errors import CarriedStateError, DoubleBackwardError, FallbackWarning, ForwardModeError, StaleStateError
 from flexsn.ops import text_of
+from flexsn.run import Launch
 from flexsn.signature import make_signature
 
 f64 = torch.float64
@@ -425,6 +427,57 @@ def test_double_backward_is_refused(make):
 def untold(monkeypatch):
     """No fallback has been told of yet."""
     monkeypatch.setattr(flexsn.fallback, "_warned", set())
+
+
+def gradient_of(call):
+    return lambda x, w: torch.autograd.grad(call(x.clone().requires_grad_(), w).sum(), w)
+
+
+DOORS = {
+    "eager": (lambda f: f, "forward"),
+    "eager, training": (gradient_of, "forward backward"),
+    "grad": (lambda f: grad(lambda x, w: f(x, w).sum()), "forward backward"),
+    "vmap": (lambda f: vmap(f, (1, None), 1), "forward"),
+    "vmap of grad": (lambda f: vmap(grad(lambda x, w: f(x, w).sum()), (1, None), 1), "forward backward"),
+    "ensemble": (lambda f: lambda x, w: vmap(f, (None, 0))(x, torch.stack([w, 2 * w])), "forward"),
+    "jacrev": (lambda f: jacrev(lambda x, w: f(x, w).sum(0)), "forward backward"),
+    "compiled": (lambda f: torch.compile(f, backend="aot_eager"), "forward"),
+    "compiled, training": (lambda f: gradient_of(torch.compile(f, backend="aot_eager")), "forward backward"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_one_kernel_per_direction_by_every_door(door, monkeypatch):
+    launched, by_python = [], Launch._by_python
+    monkeypatch.setattr(launch_native, "wanted", lambda: False)  # from C++ nothing could be counted
+    monkeypatch.setattr(
+        Launch, "_by_python", lambda self, arrays: (launched.append(self.kernel.plan.direction), by_python(self, arrays))[1]
+    )
+    make, directions = DOORS[door]
+    x, w = torch.randn(5, 4, 3), torch.rand(3, requires_grad=True)
+    call = make(lambda x, w: flexsn.scan(lambda x, v, w: ((x + v * w.sigmoid()).tanh(), x + v), [x], [None], [w]).outputs[0])
+    for _ in range(2):
+        launched.clear()
+        call(x, w)
+        assert " ".join(launched) == directions
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor's own
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_compiled_call_drops_no_tangents(compiler, warm):
+    """Generated code calls kernels past the dispatcher, where autograd would have seen them."""
+    neuron, x = flexsn.FlexSN(lambda x, v: ((x + v).tanh(), x + v), 1, 1, stateful=False), torch.randn(5, 3)
+    for recorded in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(neuron, backend=compiler, fullgraph=True)
+        with torch.set_grad_enabled(recorded):
+            if warm:
+                compiled(x)
+            with forward_ad.dual_level():
+                compiled(x)  # without tangents it runs
+                with pytest.raises(ForwardModeError):
+                    compiled(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 @pytest.mark.parametrize("make", [jacfwd, hessian, lambda f: lambda w: jvp(f, (w,), (torch.ones_like(w),))])

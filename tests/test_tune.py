@@ -67,6 +67,13 @@ def test_tiles_that_cannot_be_built_and_rows_that_are_not_aligned(gpu, monkeypat
     assert not any(tile.aligned for tile in launch.kernel.asked)
 
 
+def test_where_no_tile_can_be_built_the_usual_one_stays(gpu, monkeypatch):
+    monkeypatch.setattr(tune, "_milliseconds", lambda *_: None)
+    launch = Launch(4096)
+    tune._tune(launch, torch.device("cuda", 0))
+    assert launch.kernel.tiles.get(4096, 0, True) is None and (4096, 0, True) in launch.kernel._ready
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"GPU X, 4096 neurons, aligned": {"block": 1, "shape": 2}}', '{"GPU X, 4096 neurons": 3}']
 )

@@ -14,6 +14,7 @@ flexsn.scan(lambda x, v: (x * 0.5 + v, v + x), [x], [None], backend="triton")
 (kernel,) = program._kernels.values()
 if sys.argv[1] == "unwritten":
     x = torch.empty(4, 1000, device="cuda")
-arrays = [{"x0": x}.get(a.role) for a in kernel.plan.reads] + [torch.empty(4, 1000, device="cuda") for _ in kernel.plan.writes]
-kernel(arrays, [], 4, 100_000 if sys.argv[1] == "overrun" else 1000)
+present = [a.role == "x0" for a in kernel.plan.reads] + [True] * len(kernel.plan.writes)
+run = kernel.bind(present, 4, 100_000 if sys.argv[1] == "overrun" else 1000)
+run([x, *[torch.empty(4, 1000, device="cuda") for _ in kernel.plan.writes]], [])
 torch.cuda.synchronize()

@@ -33,8 +33,10 @@ from torch import Tensor
 
 import flexsn
 from flexsn import compile as flexsn_compile
+from flexsn.backends import BACKENDS
 from flexsn.graph import interpret
 from flexsn.plan import Plan
+from flexsn.reads import lock
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRA = (
@@ -208,17 +210,17 @@ def check(
     wrong = backward = None
     if len(outputs) != len(eager):
         wrong = f"{len(outputs)} outputs instead of {len(eager)}"
-    for y, want, reference in zip(outputs, eager, precise, strict=False):
+    for y, expected, reference in zip(outputs, eager, precise, strict=False):
         bits = exact_forward or not y.is_floating_point()
-        wrong = wrong or disagreement(y, want, None if bits else reference.double())
+        wrong = wrong or disagreement(y, expected, None if bits else reference.double())
     if [g is None for g in grads] != [g is None for g in eager_grads] or len(grads) != len(eager_grads):
         backward = "other tensors have gradients than in eager"
     else:
-        for grad, want, reference in zip(grads, eager_grads, precise_grads, strict=True):
-            if grad is not None:
-                terms = max(1, outputs[0].numel() // max(1, want.numel()))  # cotangents are of order 1
-                size = float(want[want.isfinite()].abs().max()) if terms > 1 and want.isfinite().any() else 1.0
-                backward = backward or disagreement(grad, want, reference.double(), max(1.0, size) * math.sqrt(terms))
+        for grad, own, known in zip(grads, eager_grads, precise_grads, strict=True):
+            if grad is not None and own is not None and known is not None:
+                terms = max(1, outputs[0].numel() // max(1, own.numel()))  # cotangents are of order 1
+                size = float(own[own.isfinite()].abs().max()) if terms > 1 and own.isfinite().any() else 1.0
+                backward = backward or disagreement(grad, own, known.double(), max(1.0, size) * math.sqrt(terms))
     return wrong, backward and f"gradient: {backward}", bool(eager_grads)
 
 
@@ -298,13 +300,13 @@ class InterpretedKernel:
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Within it, backend "cpp" renders its kernels but interprets their graphs."""
-    backend = flexsn_compile.BACKENDS["cpp"]
-    flexsn_compile.BACKENDS["cpp"] = dataclasses.replace(backend, load=InterpretedKernel)
+    backend = BACKENDS["cpp"]
+    BACKENDS["cpp"] = dataclasses.replace(backend, load=InterpretedKernel)
     try:
         yield
     finally:
-        flexsn_compile.BACKENDS["cpp"] = backend
-        with flexsn_compile.lock:  # programs that hold interpreted kernels
+        BACKENDS["cpp"] = backend
+        with lock:  # programs that hold interpreted kernels
             for cache in (flexsn_compile._exact, flexsn_compile._by_layout):
                 cache.clear()
 

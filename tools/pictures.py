@@ -7,7 +7,7 @@ import re
 import tempfile
 from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot
 from PIL import Image
 
 matplotlib.use("Agg")

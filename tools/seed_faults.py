@@ -197,6 +197,22 @@ FAULTS = [
         "test_hop.py::test_gradients_between_compiled_parts",
     ),
     Fault(
+        "generated code drops tangents", "sites.py", "        if _compat.forward_ad_level() >= 0:\n", "        if False:\n",
+        "test_transforms.py::test_a_compiled_call_drops_no_tangents[inductor-False]",
+    ),
+    Fault(
+        "Inductor is not told of the operators", "doors.py", "WHEN_TRACED.append(prepare_inductor)\n", "prepare_inductor\n",
+        "test_compile.py::test_inductor_fuses_the_prologue_with_what_makes_the_params",
+    ),
+    Fault(
+        "a stateless core's results lie as its operands do", "stateless.py", "y.contiguous()", "y",
+        "test_stateless.py::test_results_are_contiguous[None]",
+    ),
+    Fault(
+        "Inductor's gradients of PyTorch's scan are trusted", "loops.py", '            dynamo.doubt_gradients("scan")\n', "            pass\n",
+        "test_loops.py::test_gradients_of_compilers_that_are_not_known_are_doubted[another]",
+    ),
+    Fault(
         "handles drop tangents", "handle_ops.py", "        tensors = [t for given in others for t in given if t is not None]\n        refuse_forward_mode(_of(handle), tensors)\n",
         "        tensors = [t for given in others for t in given if t is not None]\n", "test_lowlevel_ops.py::test_forward_mode_is_refused[inference-False]",
     ),

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -23,10 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 def example():
     """The core of examples/lif.py."""
-    spec = importlib.util.spec_from_file_location("lif", ROOT / "examples" / "lif.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.lif
+    return runpy.run_path(str(ROOT / "examples" / "lif.py"))["lif"]
 
 
 def aten_text(recorded: Trace) -> str:

@@ -16,6 +16,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def build(job) -> tuple[float, dict]:
     return time.perf_counter() - start, {"shared": binary.metadata.shared}
 
 
-def measure(plan, tile: Tile, T: int, N: int, checkpoints: int, memory: dict) -> tuple[float, object]:
+def measure(plan, tile: Tile, T: int, N: int, checkpoints: int, memory: dict) -> tuple[float, Any]:
     from triton.testing import do_bench
 
     launch_triton.tile_for = lambda *_: tile
@@ -89,7 +90,7 @@ def main() -> None:
             for (core, case_dtype, chunk, direction, plan, tile), (seconds, outcome) in zip(cases, built, strict=True):
                 if (core, case_dtype) != (name, dtype) or "error" in outcome:
                     continue
-                ms, binary = measure(plan, tile, T, N, checkpoints(T, chunk), memory)
+                ms, binary = measure(plan, tile, T, N, checkpoints(T, chunk, chunk), memory)
                 moved = (plan.bytes_per_step(plan.reads) + plan.bytes_per_step(plan.writes)) * T * N
                 least = sequence_bytes(plan) * T * N
                 rows.append({

@@ -59,7 +59,7 @@ CURVES = [n for n in PEERS if n != "custom_surrogate"]
 
 
 def paragraphs(thing) -> list[str]:
-    return [re.sub(r"\s+", " ", p) for p in inspect.getdoc(thing).split("\n\n")]
+    return [re.sub(r"\s+", " ", p) for p in (inspect.getdoc(thing) or "").split("\n\n")]
 
 
 def shown(value) -> str:
@@ -99,7 +99,7 @@ def fill(page: str, parts: dict[str, str]) -> str:
     for name, content in parts.items():
         marker = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
         assert marker.search(page), name
-        page = marker.sub(lambda m, c=content: m.group(1) + c + m.group(2), page)
+        page = marker.sub(lambda m, c=content: m.group(1) + c + m.group(2), page)  # type: ignore[misc]  # a lambda
     return page
 
 
