@@ -570,6 +570,8 @@ def test_named_compiler_that_does_not_exist(monkeypatch, warned):
 
 
 def test_compiler_that_fails(monkeypatch, tmp_path):
+    import torch._inductor.config  # which a first capture imports, and which keeps the compiler of that moment
+
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho 'it does not like this' >&2\nexit 3\n")
     broken.chmod(0o755)
