@@ -30,8 +30,8 @@ import peers
 from gpu import machine
 
 import flexsn
-from flexsn import launch_native
-from flexsn.launch_triton import finish_builds
+from flexsn._runtime import native as launch_native
+from flexsn._runtime.triton_kernel import finish_builds
 
 BATCH = 128
 LAYOUT = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")

@@ -7,7 +7,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from flexsn.plan import chunk_for
+from flexsn._plan.plan import chunk_for
 
 ROOT = Path(__file__).parent.parent
 TITLES = {"lif_sigmoid": "LIF", "adaptive_lif": "adaptive LIF", "hodgkin_huxley": "Hodgkin-Huxley"}

@@ -184,11 +184,11 @@ def measure_case(case: Case, seconds: float, skip: set[str], slow_peers: bool, f
 @contextlib.contextmanager
 def without_reuse():
     """All results from PyTorch's allocator, whose events count them."""
-    least, flexsn.memory.LEAST = flexsn.memory.LEAST, sys.maxsize
+    least, flexsn._runtime.memory.LEAST = flexsn._runtime.memory.LEAST, sys.maxsize
     try:
         yield
     finally:
-        flexsn.memory.LEAST = least
+        flexsn._runtime.memory.LEAST = least
 
 
 def measure_memory(T: int, N: int) -> dict:

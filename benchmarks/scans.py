@@ -27,7 +27,7 @@ import measure
 import peers
 from run import RESULTS, Case, engine, milliseconds, parity
 
-from flexsn import loops
+from flexsn._torch_compile import loops
 
 PAGE = Path(__file__).parents[1] / "docs/performance_scans.md"
 

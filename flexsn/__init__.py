@@ -3,13 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from . import errors, neurons, plot, surrogate
+from . import errors, neurons, surrogate
+from ._torch_compile.export import decompose
 from ._version import __version__
-from .decomposed import decompose
+from ._viz import plot
+from ._viz.monitor import monitor
 from .interchange import convert, from_nir, to_nir
-from .module import FlexSN
-from .monitor import monitor
-from .networks import detach_states, reset_net
+from .module import FlexSN, detach_states, reset_net
 from .neurons import (
     ALIF,
     IF,
@@ -35,7 +35,7 @@ from .scan import ScanResult, scan
 
 if TYPE_CHECKING:
     from . import lowlevel
-    from .report import explain
+    from ._report import explain
 
 __all__ = [
     "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
@@ -48,7 +48,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """What is imported when it is used first."""
     if name == "explain":
-        from .report import explain
+        from ._report import explain
 
         return explain
     if name == "lowlevel":

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from . import _compat, _compat_transforms
-from .arguments import (
+from ._capture.arguments import (
     InitialStates,
     Start,
     Stateful,
@@ -23,13 +22,16 @@ from .arguments import (
     operand_counts,
     param_names,
 )
-from .checkpointed import Within, enter, starts_anew
-from .dynamo import exporting, refuse_carried
+from ._capture.signature import check_core, core_name, not_a_tensor, positional_names
+from ._operator.checkpointed import Within, enter, starts_anew
+from ._operator.dispatch import run_core
+from ._operator.library import carry, check_backend
+from ._operator.owner import CoreOwner, Tensors, free_names
+from ._torch import core as _compat
+from ._torch import transforms as _compat_transforms
+from ._torch_compile.core_scan import compile_core
+from ._torch_compile.dynamo import exporting, refuse_carried
 from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, StaleStateError
-from .ops import carry, check_backend
-from .owner import CoreOwner, Tensors, free_names
-from .scan import compile_core, run_core
-from .signature import check_core, core_name, not_a_tensor, positional_names
 
 
 class FlexSN(CoreOwner):
@@ -327,3 +329,30 @@ class FlexSN(CoreOwner):
         self._part_from_holders()
         numbers = f"{core_name(self.core)}, num_inputs={self.num_inputs}, num_states={self.num_states}"
         return f"{numbers}, step_mode={self.step_mode!r}, backend={self.backend!r}"
+
+
+# --- every neuron of a network ------------------------------------------------------------
+def _neurons(model: nn.Module) -> list[FlexSN]:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"takes a module, not a {type(model).__name__}", hint="Hold the modules in a `torch.nn.ModuleList`.")
+    seen, ahead, found = {model}, [model], []  # `model.modules()` also makes names, as long as several kernels take
+    for module in ahead:
+        if isinstance(module, FlexSN):
+            found.append(module)
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                ahead.append(child)
+    return found
+
+
+def reset_net(model: nn.Module) -> None:
+    """Forget the states of every `FlexSN` in `model`."""
+    for neuron in _neurons(model):
+        neuron.reset()
+
+
+def detach_states(model: nn.Module) -> None:
+    """Cut the graph at the carried states of every `FlexSN` in `model`: call it between pieces in truncated BPTT."""
+    for neuron in _neurons(model):
+        neuron.detach_states()

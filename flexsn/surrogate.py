@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError
-from .settings import (
+from ._surrogate_arguments import (
     ABOVE_ONE,
     COUNT,
     FINITE,
@@ -37,6 +36,7 @@ from .settings import (
     refuse_learned,
     takes,
 )
+from .errors import ArgumentError
 
 __all__ = [
     "LSO", "SFS", "SSO", "atan", "custom_surrogate", "deterministic_pass", "erf", "fake_numerical_gradient", "fast_sigmoid", "gaussian",

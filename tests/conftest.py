@@ -34,7 +34,7 @@ def pytest_configure(config):
     _made.append(folder)
     os.environ["FLEXSN_CACHE_DIR"] = folder
     if config.getoption("numprocesses", None):  # a long run: with the calls in C++ that long processes make
-        from flexsn import launch_native
+        from flexsn._runtime import native as launch_native
 
         launch_native.start_build().join()
 
@@ -97,11 +97,11 @@ class _PoisonedTorch(types.ModuleType):
 @pytest.fixture
 def poison(monkeypatch):
     """Every tensor that a kernel has to fill starts as NaN."""
-    from flexsn import memory
+    from flexsn._runtime import memory
 
     monkeypatch.setattr(memory, "torch", _PoisonedTorch("torch"))
     made = memory.allocator(torch.device("cpu"))((3,), (1,), torch.float32)
-    assert made.isnan().all(), "flexsn.memory allocates otherwise; adapt this fixture"
+    assert made.isnan().all(), "flexsn._runtime.memory allocates otherwise; adapt this fixture"
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +120,8 @@ class Counts:
 
 @pytest.fixture
 def counts(monkeypatch):
-    from flexsn import compile as compiling
-    from flexsn import launch_cpp
+    from flexsn._program import compiled as compiling
+    from flexsn._runtime import cpp_kernel as launch_cpp
 
     for cache in ("_exact", "_by_layout", "_refused"):  # other tests may have captured the same core
         monkeypatch.setattr(compiling, cache, OrderedDict())
@@ -145,7 +145,7 @@ def counts(monkeypatch):
 def run(capsys):
     """A command line -> exit code, what it printed, what it complained of."""
 
-    from flexsn.cli import main
+    from flexsn._cli import main
 
     def command(*words):
         try:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flexsn
-from flexsn.signature import make_signature
+from flexsn._capture.signature import make_signature
 
 # Forward results of exact ops must agree to the bit; gradients sum in another order: relative to the largest element.
 GRAD_TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}

@@ -1,4 +1,4 @@
-"""What a compiled network computes before a neuron, in the neuron's kernel (`absorb.py`): which chains, and that nothing else changes."""
+"""What a compiled network computes before a neuron, in the neuron's kernel (`_torch_compile/prologue_fusion.py`): which chains, and that nothing else changes."""
 
 import copy
 
@@ -8,8 +8,10 @@ from cores import lif, relu_mem
 from torch import nn
 from torch._inductor.utils import fresh_cache
 
-from flexsn import FlexSN, absorb, text
-from flexsn.ops import program_from
+from flexsn import FlexSN
+from flexsn._operator.library import program_from
+from flexsn._program import serialize as text
+from flexsn._torch_compile import prologue_fusion as absorb
 
 TAU, TH = 2.0, 1.0
 

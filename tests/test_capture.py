@@ -6,9 +6,9 @@ from cores import lif
 from helpers import check, line_of
 
 import flexsn
-from flexsn.capture import Meta, trace
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta, trace
 from flexsn.errors import InPlaceError, OperandMutationError
-from flexsn.signature import make_signature
 
 f32 = torch.float32
 CPU = torch.device("cpu")
@@ -179,7 +179,7 @@ def test_nothing_of_the_users_changes():
 
 
 def test_cores_that_flexsn_has_give_their_lines():
-    from flexsn.cli.candidates import _lif  # in a subpackage, as a user's core would be beside it
+    from flexsn._cli.candidates import _lif  # in a subpackage, as a user's core would be beside it
 
     lines = [n.meta["line"] for n in record(_lif, (5,), (5,)).graph.nodes if n.op == "call_function"]
     assert lines[0] == line_of(_lif, "h = v + (x - v) / 2.0") and lines[3:6] == [line_of(_lif, "s = atan(h - 1.0)")] * 3

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import flexsn
-from flexsn import launch_native
-from flexsn.cli import bench, candidates, doctor, main, roofline
-from flexsn.cli.main import make_parser
-from flexsn.cli.outcome import UsageError
-from flexsn.cli.target import load_target
+from flexsn._cli import bench, candidates, doctor, main, roofline
+from flexsn._cli.main import make_parser
+from flexsn._cli.outcome import UsageError
+from flexsn._cli.target import load_target
+from flexsn._runtime import native as launch_native
 
 ROOT = Path(__file__).parent.parent
 LIF = f"{ROOT}/examples/lif.py:lif"
@@ -377,7 +377,7 @@ def test_as_a_module_into_a_closed_pipe():
 
 def test_console_script_is_declared():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"flexsn": "flexsn.cli:main"} and callable(main)
+    assert scripts == {"flexsn": "flexsn._cli:main"} and callable(main)
 
 
 def test_version(run):

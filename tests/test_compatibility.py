@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import flexsn
-from flexsn import _compat, interfaces, lowlevel
+from flexsn import lowlevel
+from flexsn._torch import availability as interfaces
+from flexsn._torch import core as _compat
 from flexsn.errors import BackendUnavailableError, InterfaceWarning
 
 ROOT = Path(flexsn.__file__).parent.parent

@@ -23,7 +23,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.nn.utils import parametrize
 
 import flexsn
-from flexsn import FlexSN, ops
+from flexsn import FlexSN
+from flexsn._operator import library as ops
 from flexsn.errors import BackendError, FallbackWarning, NotElementwiseError
 
 # PyTorch's own: Dynamo looks at `.grad` of every tensor that goes into a graph; its `scan` imports TorchScript
@@ -873,7 +874,7 @@ def mixing(x, v):
 
 @pytest.mark.parametrize("T", [1, 6])
 def test_a_core_that_mixes_neurons_goes_through_pytorchs_scan(T, monkeypatch):
-    monkeypatch.setattr(flexsn.fallback, "_warned", set())
+    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
     x, results = torch.randn(T, 3, 4), []
     for backend in ("auto", "torch"):
         net = FlexSN(mixing, 1, 1, backend=backend)
@@ -901,7 +902,7 @@ def test_the_eager_loop_by_name():
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_training_two_layers_that_no_kernel_expresses(backend, dynamic, monkeypatch):
     """As PyTorch's scan where that is right, by the eager loop between compiled parts where it is not."""
-    monkeypatch.setattr(flexsn.fallback, "_warned", set())
+    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
 
     class Mixing(nn.Module):
         def __init__(self):

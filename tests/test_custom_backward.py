@@ -12,7 +12,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import flexsn
-from flexsn import errors, fallback
+from flexsn import errors
+from flexsn._operator import fallback
 
 aten = torch.ops.aten
 system = random.SystemRandom()

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import flexsn
-from flexsn import launch_cpp, launch_native
 from flexsn import surrogate as surrogates
-from flexsn.backends import BACKENDS
+from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._runtime import native as launch_native
+from flexsn._runtime.backends import BACKENDS
 
 T, BATCH, CHANNELS = 37, 24, 40
 

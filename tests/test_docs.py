@@ -250,7 +250,7 @@ def test_add_an_op(tmp_path):
         return subprocess.run([sys.executable, "neuron.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
     assert "`special_bessel_j0` has no rule in the closed op set" in run().stderr
-    with (tmp_path / "flexsn" / "opset.py").open("a") as opset:
+    with (tmp_path / "flexsn" / "_ir" / "ops.py").open("a") as opset:
         opset.write(row)
     done = run()
     assert done.returncode == 0, done.stderr
@@ -279,7 +279,7 @@ def test_explain_page_shows_the_report():
 
 
 def test_command_lines_parse():
-    from flexsn.cli.main import make_parser
+    from flexsn._cli.main import make_parser
 
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "cli.md").read_text(), flags=re.DOTALL)
     lines = re.findall(r"flexsn ([a-z][^>\n)]*)", "\n".join(blocks))

@@ -10,7 +10,9 @@ from cores import leaky, lif
 from helpers import line_of, words
 
 import flexsn
-from flexsn import errors, fallback, launch_cpp
+from flexsn import errors
+from flexsn._operator import fallback
+from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn.errors import FallbackWarning
 
 X = torch.randn(5, 4, 3)

@@ -16,12 +16,12 @@ from helpers import line_of
 from torch import nn
 
 import flexsn
-from flexsn.report import measure
-from flexsn.report.measure import beside_copies, copy_of, disturbance, least_seconds
-from flexsn.report.subject import subject_of
-from flexsn.report.svg import draw
-from flexsn.report.vectors import read_assembly, vector_facts
-from flexsn.report.words import seconds, short, total
+from flexsn._report import measure
+from flexsn._report.measure import beside_copies, copy_of, disturbance, least_seconds
+from flexsn._report.subject import subject_of
+from flexsn._report.svg import draw
+from flexsn._report.vectors import read_assembly, vector_facts
+from flexsn._report.words import seconds, short, total
 
 T, SHAPE, N = 40, (2, 24), 48
 

@@ -15,10 +15,10 @@ from torch.export import Dim, export
 
 import flexsn
 from flexsn import surrogate
-from flexsn.decomposed import run_step
+from flexsn._ir.graph import Builder, interpret
+from flexsn._ir.ops import OPS
+from flexsn._torch_compile.export import run_step
 from flexsn.errors import CarriedStateError, DecomposeError, ForwardModeError, MissingGradientError, StaleStateError
-from flexsn.graph import Builder, interpret
-from flexsn.opset import OPS
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),  # PyTorch's own, 2.13

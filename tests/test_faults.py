@@ -17,7 +17,9 @@ import torch
 from nursery import Nursery
 
 import flexsn
-from flexsn import launch_cache, launch_compiler, launch_cpp
+from flexsn._runtime import cpp_compiler as launch_compiler
+from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._runtime import disk_cache as launch_cache
 from flexsn.errors import BuildError
 
 # one call of one kernel, and its right result; prints how many kernels were built
@@ -324,7 +326,7 @@ def test_a_disk_that_vanishes_during_a_build(nursery, copier, tmp_path):
 
 def test_the_folder_of_one_process_goes_with_it(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    code = "import flexsn.launch_cache as c, warnings\nwarnings.simplefilter('ignore')\nprint(c.folder())"
+    code = "import flexsn._runtime.disk_cache as c, warnings\nwarnings.simplefilter('ignore')\nprint(c.folder())"
     environment = os.environ | {
         "FLEXSN_CACHE_DIR": str(tmp_path / "file"),
         "TMPDIR": str(tmp_path),

@@ -14,13 +14,14 @@ from fuzzing.check import check
 from fuzzing.vocabulary import CLOSED, COMPOSITES, Word
 
 import flexsn
-from flexsn import compile as compiling
-from flexsn import doors, render_cpp
-from flexsn.capture import Meta
-from flexsn.compile import program_of
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta
+from flexsn._codegen import cpp as render_cpp
+from flexsn._ir.ops import OPS
+from flexsn._operator import autograd as doors
+from flexsn._program import compiled as compiling
+from flexsn._program.compiled import program_of
 from flexsn.errors import UnsupportedOpError
-from flexsn.opset import OPS
-from flexsn.signature import make_signature
 
 SEED = 1
 decompose = importlib.import_module("flexsn.decompose")  # `flexsn.decompose` is a function
@@ -138,7 +139,7 @@ def test_the_generator_draws_every_word_dtype_and_boundary():
     assert set(OPS) <= set(ops)
     texts = {line.text for case in cases for line in case.lines}
     assert {w.text for w in COMPOSITES.values()} <= texts
-    assert {o.values.dtype for c in cases for o in c.operands if o.values is not None} == set(flexsn.signature.DTYPES)
+    assert {o.values.dtype for c in cases for o in c.operands if o.values is not None} == set(flexsn._capture.signature.DTYPES)
     assert {c.T for c in cases} == set(generate.T_VALUES)
     assert {o.layout for c in cases for o in c.operands} == {"plain", "transposed", "every other", "shifted", "expanded"}
     assert max(len(c.lines) for c in cases) >= 24
@@ -179,7 +180,7 @@ def fault_in_a_function(monkeypatch):
 
 def fault_at_a_checkpoint(monkeypatch):
     plain = render_cpp.render
-    from flexsn.backends import BACKENDS
+    from flexsn._runtime.backends import BACKENDS
 
     changed = BACKENDS["cpp"].__class__(
         **{**BACKENDS["cpp"].__dict__, "render": lambda plan: plain(plan).replace("(start / K - 1) * N", "0 * N")}

@@ -9,7 +9,7 @@ from helpers import backends, check, evaluate
 from torch import nn
 
 import flexsn
-from flexsn.decompose import decomposition
+from flexsn._capture.decompositions import decomposition
 from flexsn.errors import UnsupportedOpError
 
 NATIVE = backends()[0]  # of the device that the tests run on

@@ -8,7 +8,8 @@ from helpers import check
 from test_triton_ops import DTYPES, different_ops
 
 import flexsn
-from flexsn import launch_triton, surrogate
+from flexsn import surrogate
+from flexsn._runtime import triton_kernel as launch_triton
 
 pytestmark = pytest.mark.gpu
 

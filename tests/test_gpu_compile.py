@@ -267,10 +267,10 @@ def test_transforms():
 
 @pytest.mark.parametrize("op", ["scan", "forward", "backward"])
 def test_opcheck(op):
-    from flexsn.blueprint import draw
-    from flexsn.capture import Meta
-    from flexsn.ops import program_from, text_of
-    from flexsn.signature import make_signature
+    from flexsn._capture.signature import make_signature
+    from flexsn._capture.trace import Meta
+    from flexsn._operator.library import program_from, text_of
+    from flexsn._program.captured import draw
 
     def core(x, v, w):
         h = v * w + x

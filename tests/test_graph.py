@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from flexsn._ir.graph import Builder, Graph, Node, interpret, verify
 from flexsn.errors import FlexSNError
-from flexsn.graph import Builder, Graph, Node, interpret, verify
 
 f32 = torch.float32
 

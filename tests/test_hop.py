@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexsn
+from flexsn._torch_compile.hop import dynamo_hop_available, flex_sn_scan
+from flexsn._torch_compile.loops import python_loop
 from flexsn.errors import FallbackWarning
-from flexsn.hop import dynamo_hop_available, flex_sn_scan
-from flexsn.loops import python_loop
 
 # PyTorch's own scan imports TorchScript
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
@@ -27,7 +27,7 @@ f64 = torch.float64
 @pytest.fixture
 def untold(monkeypatch):
     """No fallback has been told of yet."""
-    monkeypatch.setattr(flexsn.fallback, "_warned", set())
+    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
 
 
 def smooth(x, v, w):
@@ -158,10 +158,10 @@ def test_where_dynamo_cannot_take_it_a_warning_says_why(monkeypatch):
     def moved():
         raise ImportError("no `speculate_subgraph` here")
 
-    monkeypatch.setattr(flexsn.dynamo, "register", moved)
+    monkeypatch.setattr(flexsn._torch_compile.dynamo, "register", moved)
     with pytest.warns(RuntimeWarning, match=r"torch.compile cannot take flex_sn_scan: ImportError: no `speculate_subgraph` here"):
-        assert flexsn.hop._register() is False
-    monkeypatch.setattr(flexsn.hop, "_available", False)
+        assert flexsn._torch_compile.hop._register() is False
+    monkeypatch.setattr(flexsn._torch_compile.hop, "_available", False)
     assert dynamo_hop_available() is False
 
 
@@ -192,7 +192,7 @@ def test_dynamo_is_told_and_not_patched():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", UNTOUCHED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     same, own, told = done.stdout.split(" ", 2)
-    assert same == "True" and own == "[]" and eval(told) == sorted({"flexsn_core_scan", *flexsn.dynamo.INLINED}), done.stdout
+    assert same == "True" and own == "[]" and eval(told) == sorted({"flexsn_core_scan", *flexsn._torch_compile.dynamo.INLINED}), done.stdout
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -15,8 +15,12 @@ from cores import leaky
 from helpers import run_kernel
 
 import flexsn
-from flexsn import launch_cache, launch_compiler, launch_cpp, plan, render_cpp
-from flexsn.graph import Builder
+from flexsn._codegen import cpp as render_cpp
+from flexsn._ir.graph import Builder
+from flexsn._plan import plan
+from flexsn._runtime import cpp_compiler as launch_compiler
+from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._runtime import disk_cache as launch_cache
 
 ROOT = Path(flexsn.__file__).parent.parent
 

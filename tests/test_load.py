@@ -19,8 +19,11 @@ from helpers import on_cpu
 from torch import nn
 
 import flexsn
-from flexsn import compile as compiling
-from flexsn import fallback, launch_cpp, launch_triton, lowlevel
+from flexsn import lowlevel
+from flexsn._operator import fallback
+from flexsn._program import compiled as compiling
+from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._runtime import triton_kernel as launch_triton
 
 MiB = 1 << 20
 
@@ -224,8 +227,15 @@ def caches():
     kinds = collections.abc.MutableMapping, collections.abc.MutableSequence, collections.abc.MutableSet
     tables = {name: len(thing) for name, thing in things.items() if isinstance(thing, kinds)}
     memories = {name: thing.cache_info().currsize for name, thing in things.items() if hasattr(thing, "cache_parameters")}
-    assert {"flexsn.compile._exact", "flexsn.launch_cpp._kernels", "flexsn.scan._looks", "flexsn.ops._launches"} <= set(tables)
-    assert {"flexsn.step_source._loaded", "flexsn.fallback._warned"} <= set(tables) and "flexsn.interfaces.moved" in memories
+    assert {
+        "flexsn._program.compiled._exact",
+        "flexsn._runtime.cpp_kernel._kernels",
+        "flexsn.scan._looks",
+        "flexsn._operator.library._launches",
+    } <= set(tables)
+    assert {"flexsn.lowlevel.source._loaded", "flexsn._operator.fallback._warned"} <= set(
+        tables
+    ) and "flexsn._torch.availability.moved" in memories
     return tables | memories
 
 
@@ -311,7 +321,7 @@ def test_sources_of_steps_that_nobody_holds_are_dropped():
     dead = weakref.ref(function)
     del function
     gc.collect()
-    assert dead() is None and caches()["flexsn.step_source._loaded"] == before["flexsn.step_source._loaded"] - 1
+    assert dead() is None and caches()["flexsn.lowlevel.source._loaded"] == before["flexsn.lowlevel.source._loaded"] - 1
 
 
 def test_reasons_that_were_said_are_bounded(monkeypatch):

@@ -12,7 +12,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexsn
-from flexsn import _compat_tracing, errors, loops, surrogate
+from flexsn import errors, surrogate
+from flexsn._torch import tracing as _compat_tracing
+from flexsn._torch_compile import loops
 
 PUBLIC = {
     ("eager", "sequence"): loops.eager_scan,
@@ -484,7 +486,7 @@ def test_net_inference(name, net):
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "another"])
 def test_gradients_of_compilers_that_are_not_known_are_doubted(compiler, monkeypatch):
-    monkeypatch.setattr(flexsn.fallback, "_warned", set())
+    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
     args = operands(CASES["lifted"][2], requires_grad=True)
     core, counts, _ = CASES["lifted"]
     backend = (lambda graph, inputs: graph.forward) if compiler == "another" else compiler
@@ -684,7 +686,7 @@ def test_operators_are_imported_on_use():
     code = (
         "import sys, torch\n"
         "before = set(sys.modules)\n"
-        "import flexsn.loops\n"
+        "import flexsn._torch_compile.loops\n"
         "new = {m for m in sys.modules if m.startswith(('torch._higher_order_ops', 'torch._dynamo', 'torch._inductor'))}\n"
         "assert not new - before, sorted(new - before)\n"
     )

@@ -20,7 +20,7 @@ from flexsn.lowlevel import (
     generate_inference_graph,
     generate_triton_code_str,
 )
-from flexsn.step_graph import output_values
+from flexsn.lowlevel.graphs import output_values
 
 aten = torch.ops.aten
 

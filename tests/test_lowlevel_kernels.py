@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexsn import launch_triton, surrogate
+from flexsn import surrogate
+from flexsn._runtime import triton_kernel as launch_triton
 from flexsn.errors import BackendError, UnsupportedOpError
 from flexsn.lowlevel import (
     FlexSNInfo,
@@ -619,7 +620,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 import test_lowlevel_kernels as here
-from flexsn.launch_triton import Kernel, Tile
+from flexsn._runtime.triton_kernel import Kernel, Tile
 from triton.backends.compiler import GPUTarget
 
 built = 0

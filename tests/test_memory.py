@@ -10,7 +10,7 @@ from cores import lif
 from torch import nn
 
 import flexsn
-from flexsn import memory
+from flexsn._runtime import memory
 
 SIZE = memory.LEAST // 4
 

@@ -15,7 +15,8 @@ import torch
 from misuses import Outcome, Row, gives, passes_on, raises
 
 import flexsn
-from flexsn import errors, fallback
+from flexsn import errors
+from flexsn._operator import fallback
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))

@@ -1,4 +1,4 @@
-"""Calls in C++ (`cpp/native.cpp`): the same results and errors as the Python that they stand in for, and what they decline."""
+"""Calls in C++ (`_runtime/cpp/native.cpp`): the same results and errors as the Python that they stand in for, and what they decline."""
 
 import gc
 import os
@@ -13,7 +13,10 @@ from helpers import on_cpu
 from torch import nn
 
 import flexsn
-from flexsn import FlexSN, doors, launch_native, run
+from flexsn import FlexSN
+from flexsn._operator import autograd as doors
+from flexsn._operator import call as run
+from flexsn._runtime import native as launch_native
 from flexsn.errors import (
     BatchedGradientError,
     DeviceMismatchError,
@@ -385,7 +388,7 @@ def test_gradients_enabled_in_inference_mode(inside, before):
 
 @on_cpu
 def test_large_results_keep_their_memory():
-    neuron, x = neuron_of("exact"), torch.randn(64, 1 << 15)  # results of 8 MiB: `memory.py` makes them
+    neuron, x = neuron_of("exact"), torch.randn(64, 1 << 15)  # results of 8 MiB: `_runtime/memory.py` makes them
     for _ in range(2):
         neuron(x)
     call = latest(neuron)

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from helpers import run_kernel
 
 import flexsn
-from flexsn import launch_cpp, plan, render_cpp
-from flexsn.graph import Builder, interpret
-from flexsn.opset import OPS
+from flexsn._codegen import cpp as render_cpp
+from flexsn._ir.graph import Builder, interpret
+from flexsn._ir.ops import OPS
+from flexsn._plan import plan
+from flexsn._runtime import cpp_kernel as launch_cpp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 

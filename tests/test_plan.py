@@ -4,11 +4,11 @@ import torch
 from cores import adlif, lif
 
 import flexsn
-from flexsn import compile as compiling
-from flexsn.capture import Meta
-from flexsn.plan import chunk_in_cache
-from flexsn.reads_look import look
-from flexsn.signature import make_signature
+from flexsn._capture.reads_look import look
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta
+from flexsn._plan.plan import chunk_in_cache
+from flexsn._program import compiled as compiling
 
 f32 = torch.float32
 

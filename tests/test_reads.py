@@ -31,9 +31,9 @@ from torch.nn.utils import parametrize
 
 import flexsn
 from flexsn import surrogate
+from flexsn._capture.reads_code import taken_whole
+from flexsn._capture.reads_look import look
 from flexsn.errors import CannotFuseError, CapturedTensorError, ParamGradientError, RandomOpError, SideEffectError
-from flexsn.reads_code import taken_whole
-from flexsn.reads_look import look
 
 kept = importlib.import_module("flexsn.scan").look  # the package's `scan` is the function
 GLOBAL_W = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)

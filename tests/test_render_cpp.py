@@ -11,13 +11,13 @@ from cores import lif
 from helpers import check
 
 import flexsn
-from flexsn import compile as compiling
-from flexsn import render_cpp
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta
+from flexsn._codegen import cpp as render_cpp
+from flexsn._codegen.cpp import literal
+from flexsn._ir.graph import Builder
+from flexsn._program import compiled as compiling
 from flexsn._version import __version__
-from flexsn.capture import Meta
-from flexsn.graph import Builder
-from flexsn.render_cpp import literal
-from flexsn.signature import make_signature
 
 GOLDEN = Path(__file__).parent / "golden"
 f32, f64 = torch.float32, torch.float64

@@ -5,8 +5,8 @@ import torch
 from helpers import backends, check
 
 import flexsn
-from flexsn.memory import dense_strides
-from flexsn.rows import by_index, dense, memory_order, rows
+from flexsn._runtime.layout import by_index, dense, memory_order, rows
+from flexsn._runtime.memory import dense_strides
 
 
 def core(x, v, w):

@@ -12,7 +12,7 @@ from cores import adlif, leaky, lif
 from helpers import check, evaluate, on_cpu
 
 import flexsn
-from flexsn import run
+from flexsn._operator import call as run
 from flexsn.errors import DoubleBackwardError, FallbackWarning
 
 f64 = torch.float64
@@ -98,7 +98,7 @@ def test_only_the_asked_gradient_of_autograd_grad(backward_calls):
 
 def test_a_kernel_writes_only_what_is_wanted():
     """Plans: the backward for the input alone has no array for states' or params' gradients."""
-    from flexsn import compile as compiling
+    from flexsn._program import compiled as compiling
 
     x = torch.randn(5, 4, requires_grad=True)
     v = torch.randn(4)

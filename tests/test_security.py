@@ -20,18 +20,21 @@ from nursery import Nursery
 from test_faults import USE
 
 import flexsn
-from flexsn import launch_cache, launch_compiler, launch_cpp, text
-from flexsn.blueprint import draw
-from flexsn.capture import Meta
-from flexsn.compile import Program
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta
+from flexsn._codegen.cpp import literal
+from flexsn._codegen.language import safe, where_of
+from flexsn._codegen.triton import literal as triton_literal
+from flexsn._ir.graph import Builder
+from flexsn._ir.identifiers import _RESERVED, identifier
+from flexsn._ir.ops import OPS
+from flexsn._program import serialize as text
+from flexsn._program.captured import draw
+from flexsn._program.compiled import Program
+from flexsn._runtime import cpp_compiler as launch_compiler
+from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._runtime import disk_cache as launch_cache
 from flexsn.errors import OperandTypeError, ProgramTextError
-from flexsn.graph import Builder
-from flexsn.naming import _RESERVED, identifier
-from flexsn.opset import OPS
-from flexsn.render_cpp import literal
-from flexsn.render_triton import literal as triton_literal
-from flexsn.signature import make_signature
-from flexsn.statements import safe, where_of
 
 CPU = torch.device("cpu")
 PACKAGE = Path(flexsn.__file__).parent
@@ -506,7 +509,7 @@ def test_a_pickle_names_nothing_but_modules_tensors_and_the_core(importable):
 def test_reading_a_program_runs_nothing(nursery, importable, tmp_path):
     (tmp_path / "program.json").write_text(json.dumps(TEXTS["adlif"]))
     act = "text.read(data.decode(), torch.device('cpu'))"
-    warm = "from flexsn.ops import program_from\n"  # what reading imports is PyTorch's
+    warm = "from flexsn._operator.library import program_from\n"  # what reading imports is PyTorch's
     code = UNPICKLE.format(tests=str(tmp_path), path=str(tmp_path / "program.json"), act=act).replace(
         "on[0] = True", f"{warm}{act}\non[0] = True"
     )

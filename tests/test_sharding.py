@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flexsn
 from flexsn import surrogate
+from flexsn._operator.dtensor import neuron_parallel
 from flexsn.errors import FallbackWarning, ShardingError
-from flexsn.sharding import neuron_parallel
 
 T, SHAPE = 9, (4, 8, 6)  # batch, channels, space: the last is not divisible by four
 
@@ -111,7 +111,7 @@ def check_no_communication(rank, world):
 
 def check_missing_reduction_is_seen(rank, world):
     """Were the gradient of `w` left as each rank's own sum, `compare` would fail."""
-    from flexsn import sharding
+    from flexsn._operator import dtensor as sharding
 
     mesh, whole = init_device_mesh(device(), (world,)), sharding._InOwnLayout.backward
     local = lambda ctx, grad: (

@@ -7,8 +7,8 @@ import torch
 from cores import adlif, lif
 
 import flexsn
+from flexsn._capture.signature import check_operands, check_returns, core_name, make_signature, positional_names, step_shape
 from flexsn.errors import OperandCountError, ReturnCountError, ReturnTypeError, SequenceLengthError, ShapeMismatchError
-from flexsn.signature import check_operands, check_returns, core_name, make_signature, positional_names, step_shape
 
 
 class Module(torch.nn.Module):

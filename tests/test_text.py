@@ -9,12 +9,12 @@ import pytest
 import torch
 from cores import adlif, leaky, lif, plif, relu_mem
 
-from flexsn import text
-from flexsn.blueprint import draw
-from flexsn.capture import Meta
-from flexsn.compile import Program
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta
+from flexsn._program import serialize as text
+from flexsn._program.captured import draw
+from flexsn._program.compiled import Program
 from flexsn.errors import FlexSNError, ProgramTextError
-from flexsn.signature import make_signature
 
 CPU = torch.device("cpu")
 f32, i64 = torch.float32, torch.int64

@@ -14,13 +14,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import flexsn
-from flexsn import FlexSN, doors, launch_native
-from flexsn.blueprint import draw
-from flexsn.capture import Meta
+from flexsn import FlexSN
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta
+from flexsn._operator import autograd as doors
+from flexsn._operator.call import Launch
+from flexsn._operator.library import text_of
+from flexsn._program.captured import draw
+from flexsn._runtime import native as launch_native
 from flexsn.errors import CarriedStateError, DoubleBackwardError, FallbackWarning, ForwardModeError, StaleStateError
-from flexsn.ops import text_of
-from flexsn.run import Launch
-from flexsn.signature import make_signature
 
 f64 = torch.float64
 CPU = torch.device("cpu")
@@ -426,7 +428,7 @@ def test_double_backward_is_refused(make):
 @pytest.fixture
 def untold(monkeypatch):
     """No fallback has been told of yet."""
-    monkeypatch.setattr(flexsn.fallback, "_warned", set())
+    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
 
 
 def gradient_of(call):
@@ -577,7 +579,7 @@ def test_opcheck_scan(needs, sequences):
 
 def test_opcheck_forward():
     x, v, w = torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4)
-    rows = flexsn.ops.program_from(LEAKY, CPU).checkpoints(40)
+    rows = flexsn._operator.library.program_from(LEAKY, CPU).checkpoints(40)
     assert rows > 0
     for arguments in [([x], [v], [w], STEP, rows, True, False), ([x], [None], [w], STEP, 0, False, True)]:
         torch.library.opcheck(torch.ops.flexsn.forward.default, (LEAKY, *arguments))
@@ -585,7 +587,7 @@ def test_opcheck_forward():
 
 def test_opcheck_backward():
     x, v, w = torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4)
-    rows = flexsn.ops.program_from(LEAKY, CPU).checkpoints(40)
+    rows = flexsn._operator.library.program_from(LEAKY, CPU).checkpoints(40)
     checkpoints = [t for t in torch.ops.flexsn.forward(LEAKY, [x], [v], [w], STEP, rows, True, False) if t.shape[0] == rows]
     assert len(checkpoints) == 1
     arguments = ([x], [v], [w], checkpoints, [torch.randn(40, 3, 4), torch.randn(3, 4)], ["gy0", "gv0"], ["gx0", "gv0", "gp0"], STEP)

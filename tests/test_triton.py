@@ -29,14 +29,17 @@ from cores import adlif, leaky, lif, plif
 from helpers import check
 
 import flexsn
-from flexsn import compile as compiling
-from flexsn import launch_passes, launch_triton, plan, render_triton
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta
+from flexsn._codegen import triton as render_triton
+from flexsn._plan import plan
+from flexsn._program import compiled as compiling
+from flexsn._runtime import triton_kernel as launch_triton
+from flexsn._runtime import triton_passes as launch_passes
+from flexsn._runtime.triton_kernel import tile_for
 from flexsn._version import __version__
-from flexsn.capture import Meta
 from flexsn.errors import BackendError, BackendUnavailableError
-from flexsn.launch_triton import tile_for
 from flexsn.scan import look
-from flexsn.signature import make_signature
 
 TESTS = Path(__file__).parent
 f16, f32, f64, bf16 = torch.float16, torch.float32, torch.float64, torch.bfloat16

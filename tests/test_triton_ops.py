@@ -10,8 +10,10 @@ import torch
 from helpers import run_kernel
 from test_ops import APPROXIMATE, FLOATS, INTS, _interpret_wide, all_ops, op_table
 
-from flexsn import launch_triton, plan, render_triton
-from flexsn.graph import interpret
+from flexsn._codegen import triton as render_triton
+from flexsn._ir.graph import interpret
+from flexsn._plan import plan
+from flexsn._runtime import triton_kernel as launch_triton
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, *HALVES, *INTS, torch.bool)
@@ -77,9 +79,9 @@ sys.path[:0] = sys.argv[1:]
 warnings.simplefilter("ignore")
 import torch
 import test_ops, test_triton_ops as here
-from flexsn.graph import Builder
-from flexsn.launch_triton import Kernel, Tile
-from flexsn.render_triton import render
+from flexsn._ir.graph import Builder
+from flexsn._runtime.triton_kernel import Kernel, Tile
+from flexsn._codegen.triton import render
 from triton.backends.compiler import GPUTarget
 
 def build(graph):

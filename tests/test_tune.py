@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import flexsn
-from flexsn import launch_triton, tune
-from flexsn.launch_triton import MeasuredTiles, Tile
+from flexsn._operator import autotune as tune
+from flexsn._runtime import triton_kernel as launch_triton
+from flexsn._runtime.triton_kernel import MeasuredTiles, Tile
 
 
 def lif(x, v):

@@ -6,11 +6,12 @@ import subprocess
 import pytest
 import torch
 
-from flexsn import launch_cpp, surrogate
-from flexsn.capture import Meta
-from flexsn.compile import program_of
-from flexsn.render_cpp import render
-from flexsn.signature import make_signature
+from flexsn import surrogate
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta
+from flexsn._codegen.cpp import render
+from flexsn._program.compiled import program_of
+from flexsn._runtime import cpp_kernel as launch_cpp
 
 
 def lif(x, v):

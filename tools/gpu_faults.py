@@ -6,7 +6,7 @@ import sys
 import torch
 
 import flexsn
-from flexsn import compile as compiling
+from flexsn._program import compiled as compiling
 
 x = torch.ones(4, 1000, device="cuda")
 flexsn.scan(lambda x, v: (x * 0.5 + v, v + x), [x], [None], backend="triton")

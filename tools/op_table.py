@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 import flexsn
-from flexsn import compile as flexsn_compile
-from flexsn.backends import BACKENDS
-from flexsn.graph import interpret
-from flexsn.plan import Plan
-from flexsn.reads import lock
+from flexsn._capture.reads import lock
+from flexsn._ir.graph import interpret
+from flexsn._plan.plan import Plan
+from flexsn._program import compiled as flexsn_compile
+from flexsn._runtime.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRA = (

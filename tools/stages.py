@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from flexsn import render_cpp
-from flexsn.capture import Meta, Trace
-from flexsn.compile import Program, program_for
-from flexsn.reads_look import look
-from flexsn.signature import make_signature
+from flexsn._capture.reads_look import look
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta, Trace
+from flexsn._codegen import cpp as render_cpp
+from flexsn._program.compiled import Program, program_for
 
 ROOT = Path(__file__).parent.parent
 

@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from gpu import NEURONS, arrays, copy_rate, launch, plans, program, sequence_bytes
 
-from flexsn import launch_triton, render_triton
-from flexsn.launch_triton import Kernel, Tile
-from flexsn.plan import checkpoints
-from flexsn.tune import CANDIDATES
+from flexsn._codegen import triton as render_triton
+from flexsn._operator.autotune import CANDIDATES
+from flexsn._plan.plan import checkpoints
+from flexsn._runtime import triton_kernel as launch_triton
+from flexsn._runtime.triton_kernel import Kernel, Tile
 
 SIZES = {
     "lif_sigmoid": [(32, 3_211_264, "float32"), (1024, 131_072, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32"),

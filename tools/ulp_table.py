@@ -25,9 +25,11 @@ import torch
 from mpmath import mpf
 from torch import Tensor
 
-from flexsn import launch_cpp, plan, render_cpp
-from flexsn.graph import Builder
-from flexsn.opset import OPS
+from flexsn._codegen import cpp as render_cpp
+from flexsn._ir.graph import Builder
+from flexsn._ir.ops import OPS
+from flexsn._plan import plan
+from flexsn._runtime import cpp_kernel as launch_cpp
 
 ROOT = Path(__file__).resolve().parent.parent
 mp = mpmath.mp

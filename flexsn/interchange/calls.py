@@ -11,10 +11,10 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .. import _compat
+from .._capture.signature import core_name
+from .._torch import core as _compat
+from .._viz.monitor import watches
 from ..errors import InterchangeError
-from ..monitor import watches
-from ..signature import core_name
 
 _SET_WEIGHTS = (BasePruningMethod, WeightNorm, SpectralNorm)  # pre-hooks that compute a weight, and leave the input as it is
 

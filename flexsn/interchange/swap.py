@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..capture import Meta
-from ..compile import program_for
+from .._capture.signature import core_name, make_signature
+from .._capture.trace import Meta
+from .._program.compiled import program_for
 from ..errors import CannotFuseError, InterchangeError
 from ..module import FlexSN
-from ..signature import core_name, make_signature
 from .calls import own_functions
 
 

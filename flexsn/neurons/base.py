@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .. import _compat_transforms
-from ..arguments import InitialStates, Stateful
+from .._capture.arguments import InitialStates, Stateful
+from .._capture.signature import positional_names
+from .._torch import transforms as _compat_transforms
 from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN
-from ..signature import positional_names
 
 _SHOWN = ("tau", "v_threshold", "v_reset")  # in the repr, whatever their values
 Argument = float | int | bool | str | None | Tensor | Callable[..., Any]

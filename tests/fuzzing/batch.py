@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsn import launch_cache, launch_cpp, launch_triton, render_triton
-from flexsn.backends import BACKENDS
-from flexsn.plan import Plan
+from flexsn._codegen import triton as render_triton
+from flexsn._plan.plan import Plan
+from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._runtime import disk_cache as launch_cache
+from flexsn._runtime import triton_kernel as launch_triton
+from flexsn._runtime.backends import BACKENDS
 
 # As users get them; or fast to build: the same statements without vector loops and threads.
 AS_USERS_GET_THEM = launch_cpp._FLAGS

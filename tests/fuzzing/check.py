@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import flexsn
-from flexsn.eager import eager_loop
+from flexsn._capture.signature import make_signature
+from flexsn._ir.graph import HALF
+from flexsn._operator.eager_loop import eager_loop
 from flexsn.errors import FlexSNError
-from flexsn.graph import HALF
-from flexsn.signature import make_signature
 
 from .case import Case
 from .oracle import Bounds, Disagreement, Own

@@ -11,7 +11,7 @@ import random
 import torch
 from torch import Tensor
 
-from flexsn.graph import HALF
+from flexsn._ir.graph import HALF
 
 from .case import _GLOBALS, Case, Line, Operand
 from .vocabulary import CLOSED, COMPOSITES, GUARDS, Word

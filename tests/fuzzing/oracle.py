@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexsn import plan
-from flexsn.backends import BACKENDS
-from flexsn.capture import Meta
-from flexsn.compile import Program, program_of
+from flexsn._capture.signature import make_signature
+from flexsn._capture.trace import Meta
+from flexsn._ir.graph import HALF, Builder, Graph
+from flexsn._ir.ops import OPS
+from flexsn._plan import plan
+from flexsn._program.compiled import Program, program_of
+from flexsn._runtime.backends import BACKENDS
 from flexsn.errors import FlexSNError
-from flexsn.graph import HALF, Builder, Graph
-from flexsn.opset import OPS
-from flexsn.signature import make_signature
 
 from . import batch
 

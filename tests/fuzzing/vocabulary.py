@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexsn.opset import OPS
+from flexsn._ir.ops import OPS
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,207 @@
+"""How an ATen op outside the closed set is written in terms of others.
+
+PyTorch's own decompositions serve where they round as eager does; the composites here replace those that do not, with
+eager's own formulas. `torch.addcmul` stands for the FMA that eager's vector code does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._ir.graph import HALF
+from .._torch import core as _compat
+
+aten = torch.ops.aten
+_OWN: dict[Any, Callable[..., Any]] = {}
+
+
+def _own(*overloads: str):
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        for overload in overloads:
+            packet, _, name = overload.partition(".")
+            _OWN[getattr(getattr(aten, packet), name)] = _wide(fn)
+        return fn
+
+    return register
+
+
+def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """As eager: 16-bit floats are computed in float32 and rounded once, at the end."""
+
+    @functools.wraps(fn)
+    def wide(*args, **kwargs):
+        dtypes = {a.dtype for a in args if isinstance(a, Tensor)}
+        if len(dtypes) > 1 or not dtypes <= set(HALF):
+            return fn(*args, **kwargs)
+        done = fn(*[a.float() if isinstance(a, Tensor) else a for a in args], **kwargs)
+        return tuple(d.to(*dtypes) for d in done) if isinstance(done, tuple) else done.to(*dtypes)
+
+    return wide
+
+
+def _one_less_square(y: Tensor) -> Tensor:
+    return torch.addcmul(torch.ones_like(y), y, y, value=-1)
+
+
+@_own("copy.default")
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return torch.where(torch.ones_like(target, dtype=torch.bool), source.to(target.dtype), torch.zeros_like(target))
+
+
+@_own("ldexp.Tensor")
+def _ldexp(x: Tensor, other: Tensor) -> Tensor:
+    return x * torch.pow(2.0, other)
+
+
+@_own("frac.default")
+def _frac(x: Tensor) -> Tensor:
+    return x - torch.trunc(x)  # before 2.13 PyTorch's own gives -0.0 for -0.0
+
+
+@_own("heaviside.default")
+def _heaviside(x: Tensor, values: Tensor) -> Tensor:
+    return torch.where(x == 0, values, (x > 0).to(values.dtype))
+
+
+@_own("logaddexp.default")
+def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    larger = torch.maximum(x, y)
+    return torch.where((x == y) & torch.isinf(x), x, larger + torch.log1p(torch.exp(-torch.abs(x - y))))
+
+
+@_own("logaddexp2.default")
+def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
+    larger = torch.maximum(x, y)
+    spread = torch.log1p(torch.exp2(-torch.abs(x - y)))
+    return torch.where((x == y) & torch.isinf(x), x, torch.add(larger, spread, alpha=1 / math.log(2)))
+
+
+@_own("logit.default")
+def _logit(x: Tensor, eps: float | None = None) -> Tensor:
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    z = x if eps is None else torch.clamp(x, eps, 1 - eps)
+    return torch.log(z / (1 - z))
+
+
+@_own("round.decimals")
+def _round(x: Tensor, *, decimals: int) -> Tensor:
+    if decimals == 0 or not x.is_floating_point():
+        return torch.round(x)
+    scale = torch.full_like(x, 10.0 ** abs(decimals))  # a tensor: eager on a GPU divides here, and by a number it would multiply
+    return torch.round(x * scale) / scale if decimals > 0 else torch.round(x / scale) * scale
+
+
+@_own("hardshrink.default")
+def _hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, x)
+
+
+@_own("hardshrink_backward.default", "softshrink_backward.default")
+def _shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
+    return torch.where((x < -lambd) | (x > lambd), grad, 0.0)
+
+
+@_own("softshrink.default")
+def _softshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, torch.where(x > 0, x - lambd, x + lambd))
+
+
+@_own("hardtanh_backward.default")
+def _hardtanh_backward(grad: Tensor, x: Tensor, min_val: float, max_val: float) -> Tensor:
+    return torch.where((x > min_val) & (x < max_val), grad, 0.0)
+
+
+@_own("hardswish_backward.default")
+def _hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.where(x <= -3, 0.0, torch.where(x >= 3, grad, grad * (x / 3 + 0.5)))
+
+
+@_own("elu_backward.default")
+def _elu_backward(grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, x: Tensor) -> Tensor:
+    """`x`: the input, or the output if `is_result`."""
+    below = alpha * scale
+    curve = x + below if is_result else below * torch.exp(x * input_scale)
+    return torch.where(x > 0, grad * scale, grad * input_scale * curve)
+
+
+@_own("sigmoid_backward.default")
+def _sigmoid_backward(grad: Tensor, y: Tensor) -> Tensor:
+    return grad * (1 - y) * y
+
+
+@_own("tanh_backward.default")
+def _tanh_backward(grad: Tensor, y: Tensor) -> Tensor:
+    return grad * _one_less_square(y)
+
+
+@_own("silu_backward.default")
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    gate = torch.sigmoid(x)
+    return grad * gate * torch.addcmul(torch.ones_like(x), x, 1 - gate)
+
+
+@_own("mish_backward.default")
+def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
+    bent = torch.tanh(torch.log1p(torch.exp(x)))
+    return grad * torch.addcmul(bent, x * torch.sigmoid(x), _one_less_square(bent))
+
+
+def _normal_below(x: Tensor) -> Tensor:
+    """The share of a normal distribution below x: where it is small, 1 + erf cancels, on a CPU in eager too."""
+    if x.device.type == "cuda":
+        return 0.5 * torch.erfc(x * -math.sqrt(0.5))
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+@_own("gelu.default")
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return x * _normal_below(x)
+    beta, kappa, cube = math.sqrt(2 / math.pi), 0.044715, x * x * x
+    inner = torch.add(x, cube, alpha=kappa) if x.device.type == "cuda" else x + kappa * cube  # nvcc contracts
+    return 0.5 * x * (1 + torch.tanh(beta * inner))
+
+
+@_own("gelu_backward.default")
+def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        below = _normal_below(x)
+        density = torch.exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
+        return grad * torch.addcmul(below, x, density)
+    beta, kappa = math.sqrt(2 / math.pi), 0.044715
+    square = x * x
+    bent = torch.tanh(beta * torch.add(x, square * x, alpha=kappa))
+    inner = beta * torch.add(torch.ones_like(x), square, alpha=3 * kappa)
+    return grad * torch.addcmul(0.5 * (1 + bent), 0.5 * x * _one_less_square(bent), inner)
+
+
+@_own("log_sigmoid_forward.default")
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    small = torch.exp(-torch.abs(x))
+    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(small), small
+
+
+@_own("log_sigmoid_backward.default")
+def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
+    small = torch.exp(-torch.abs(x))  # on a GPU PyTorch's `buffer` of it is empty
+    share = small / (1 + small)
+    return grad * torch.where(x < 0, 1 - share, share)
+
+
+@functools.cache
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """How PyTorch writes `func` in terms of other ops, if it does."""
+    if func in _OWN:
+        return _OWN[func]
+    table = _compat.decomposition_table()
+    if func in table:
+        return table[func]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
+        return func.decompose
+    return None

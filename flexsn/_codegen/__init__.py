@@ -1,0 +1,1 @@
+"""From a plan to the source text of a kernel, per language."""

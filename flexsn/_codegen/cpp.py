@@ -1,0 +1,349 @@
+"""Plan -> C++ source. Pure: no compiler, no device.
+
+The kernel is `run(arrays, dims, T, N, tile, threads)`: `arrays` in the order of `plan.arguments`, `dims` two numbers
+per param (`inner`, `count`: element i of the step reads param element `(i / inner) % count`). Threads share the tiles;
+a tile walks all of T with its states in cache; a row of a tile is computed in blocks, while what is read soon is asked
+for and what is finished is written; loops over the neurons of a block are vector loops.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Container, Sequence
+
+import torch
+
+from .._ir.graph import Graph, Node
+from .._ir.ops import OPS
+from .._plan.plan import Array, Plan
+from .language import Language, safe, title
+
+STORAGE = {
+    torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16", torch.bool: "bool8",
+    torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t", torch.int64: "int64_t", torch.uint8: "uint8_t",
+}  # fmt: skip
+ROW = {**STORAGE, torch.float16: "float", torch.bfloat16: "float"}  # of rows that stay in a tile
+_ROUNDED = {"half", "bfloat16"}  # on the way to memory
+COMPUTE = {**ROW, torch.bool: "bool"}
+_ROUND = {torch.float16: "flexsn::round_half({0})", torch.bfloat16: "flexsn::round_bfloat16({0})"}
+
+
+def render(plan: Plan) -> str:
+    """The kernel's source text."""
+    body = _forward(plan) if plan.direction == "forward" else _backward(plan)
+    return "\n".join([*_header(plan), *body, ""])
+
+
+def _header(plan: Plan) -> list[str]:
+    graphs = [g for g in (plan.step, plan.advance) if g is not None]
+    uses = sorted({line for g in graphs for n in g.nodes for line in (OPS[n.op].use or "").splitlines()})
+    includes = [u for u in uses if u[0] == "#"]
+    macros = [u for u in uses if u[0] != "#"]
+    return [
+        *title(plan, "//"),
+        *includes,
+        '#include "tile.h"',
+        *macros,
+        "using namespace flexsn;",
+        "",
+        f"constexpr int64_t K = {plan.chunk};  // steps from checkpoint to checkpoint",
+        "",
+    ]
+
+
+# --- one step: a vector loop over a row -----------------------------------------------------------------------------------
+class _Step:
+    """The text of one row function."""
+
+    def __init__(self, name: str, comment: str):
+        self.name, self.comment = name, comment
+        self.parameters: list[str] = []
+        self.arguments: list[str] = []
+        self.top: list[str] = []
+        self.bottom: list[str] = []
+
+    def row(self, name: str, ctype: str, argument: str, *, const: bool = True) -> None:
+        self.parameters.append(f"{'const ' if const else ''}{ctype}* __restrict {name}")
+        self.arguments.append(argument)
+
+    def text(self, graph: Graph) -> list[str]:
+        return [
+            f"// {self.comment}",
+            f"static inline void {self.name}(int64_t n, {', '.join(self.parameters)}) {{",
+            "#pragma omp simd",
+            "  for (int64_t i = 0; i < n; ++i) {",
+            *(f"    {line}" for line in [*self.top, *_CPP.statements(graph), *self.bottom]),
+            "  }",
+            "}",
+            "",
+        ]
+
+    def call(self) -> str:
+        return f"{self.name}(m, {', '.join(f'{argument} + b' for argument in self.arguments)});"
+
+
+def literal(node: Node) -> str:
+    """A constant as a C++ literal of its exact value."""
+    value, dtype = node.value, node.dtype
+    ctype = COMPUTE[dtype]
+    if dtype is torch.bool:
+        return "true" if value else "false"
+    if not dtype.is_floating_point:
+        return f"{ctype}({value})" if value > -(2**63) else "std::numeric_limits<int64_t>::min()"
+    if math.isnan(value):
+        return f"std::numeric_limits<{ctype}>::quiet_NaN()"
+    if ctype == "float":
+        value = float32(value)
+    if math.isinf(value):
+        return f"{'-' if value < 0 else ''}std::numeric_limits<{ctype}>::infinity()"
+    text = repr(value) + ("f" if ctype == "float" else "")
+    return f"({text})" if text[0] == "-" else text
+
+
+def float32(value: float) -> float:
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+_CPP = Language(
+    template=lambda node: OPS[node.op].cpp, types=COMPUTE, rounding=_ROUND, constant=lambda node, _: literal(node),
+    declare="const {type} {name} = {text};", comment="//",
+)  # fmt: skip
+
+
+# --- the frame around it --------------------------------------------------------------------------------------------------
+def _open(plan: Plan) -> list[str]:
+    """Signature of `run`, its arrays, and the parallel region with one thread's rows."""
+    lines = ['extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {']
+    for i, a in enumerate(plan.arguments):
+        const = "const " if i < len(plan.reads) else ""
+        ctype = const + STORAGE[a.storage]
+        lines.append(f"  {ctype}* const {_pointer(a, i < len(plan.reads))} = static_cast<{ctype}*>(arrays[{i}]);")
+    lines += [f"  huge_pages({a.role}_seq, T * N * sizeof({STORAGE[a.storage]}));" for a in plan.writes if a.kind == "sequence"]
+    lines += [
+        "  int failed = 0;",
+        "#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)",
+        "  {",
+        f"    Scratch scratch(tile * {_scratch_bytes(plan)} + {64 * (2 * len(plan.arguments) + len(plan.carried) + 4)});",
+        "    failed |= !scratch.ok();",
+    ]
+    for name, ctype, count in _scratch_rows(plan):
+        lines.append(f"    {ctype}* const {name} = scratch.rows<{ctype}>({count});")
+    lines += [
+        "#pragma omp for schedule(static)",
+        "    for (int64_t begin = 0; begin < N; begin += tile) {",
+        "      if (failed) continue;",
+        "      const int64_t size = N - begin < tile ? N - begin : tile, n = padded(size);",
+        "      const bool full = n == size;  // else rows pass through padded buffers",
+    ]
+    params = [a for a in plan.reads if a.kind == "param"]
+    lines += [f"      spread({a.role}_seq, dims[{2 * i}], dims[{2 * i + 1}], begin, size, {a.role}_row);" for i, a in enumerate(params)]
+    for a in plan.carried:
+        if a.role[:2] == "gp":
+            lines.append(f"      std::memset({a.role}_row, 0, n * sizeof({ROW[a.compute]}));")
+        else:
+            lines.append(f"      first_row({a.role}_first, begin, size, {a.role}_row);")
+    return lines
+
+
+def _close(plan: Plan) -> list[str]:
+    """Store the last rows and end the parallel region."""
+    rows = [f"      last_row({a.role}_row, begin, size, {a.role}_last);" for a in plan.writes if a.kind == "row"]
+    return [*rows, "    }", "    if (large) fence();", "  }", "  return failed;", "}"]
+
+
+def _pointer(a: Array, read: bool) -> str:
+    return f"{a.role}_seq" if a.kind != "row" else f"{a.role}_first" if read else f"{a.role}_last"
+
+
+def _scratch_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """Name, type and length of one thread's rows: buffers of sequences, spread params, carried rows, recomputed states."""
+    rows = [(f"{a.role}_buffer", STORAGE[a.storage], "tile") for a in plan.arguments if a.kind == "sequence"]
+    rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.arguments if a.kind == "param"]
+    rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.carried]
+    if plan.direction == "backward":
+        rows += [(f"v{a.role[1:]}_row", ROW[a.compute], "K * tile") for a in plan.reads if a.kind == "checkpoint"]
+    return rows
+
+
+def _scratch_bytes(plan: Plan) -> int:
+    """Scratch bytes per neuron of a tile; sizes of C++ types are those of the dtypes, but 16-bit floats compute in 4."""
+    size = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "bool8": 1, "uint8_t": 1}
+    sizes = size | {f"int{8 * n}_t": n for n in (1, 2, 4, 8)}
+    return sum(sizes[ctype] * (plan.chunk if count != "tile" else 1) for _, ctype, count in _scratch_rows(plan))
+
+
+def _rows(plan: Plan, indent: str, roles: Container[str] | None = None) -> list[str]:
+    """Where the rows of a step are."""
+    lines = []
+    for i, a in enumerate(plan.arguments):
+        if a.kind != "sequence" or (roles is not None and a.role not in roles):
+            continue
+        ctype, at = STORAGE[a.storage], f"{a.role}_seq + t * N + begin"
+        if i < len(plan.reads):
+            lines.append(f"{indent}const {ctype}* const {a.role}_row = readable({at}, size, full, {a.role}_buffer);")
+        else:
+            lines.append(f"{indent}{ctype}* const {a.role}_row = !full || large ? {a.role}_buffer : {at};")
+    return lines
+
+
+def _blocks(indent: str, soon: Sequence[str], call: str, writes: Sequence[Array] = ()) -> list[str]:
+    """A row, block by block: ask for what is read soon, compute, flush what went to a buffer."""
+    flushes = [
+        f"if (!full || large) flush({a.role}_seq + t * N + begin + b, {a.role}_row + b, up_to(m, size - b), large);"
+        for a in writes
+        if a.kind == "sequence"
+    ]
+    return [
+        f"{indent}for (int64_t b = 0; b < n; b += BLOCK) {{",
+        f"{indent}  const int64_t m = up_to(BLOCK, n - b);",
+        *(f"{indent}  {line}" for line in [*soon, call, *flushes]),
+        f"{indent}}}",
+    ]
+
+
+def _operand_rows(step: _Step, graph: Graph, plan: Plan, state: str) -> None:
+    """Load the operands of a step. `state`: the row of a state, with {} for its role."""
+    arrays = {a.role: a for a in plan.reads}
+    carried = {a.role for a in plan.carried}
+    for role, node in graph.inputs.items():
+        if role in carried:
+            continue
+        ctype = COMPUTE[node.dtype]
+        sequence = role in arrays and arrays[role].kind == "sequence"
+        rtype = STORAGE[arrays[role].storage] if sequence else ROW[node.dtype]
+        step.row(f"{role}_row", rtype, state.format(role) if role[0] == "v" else f"{role}_row")
+        step.top.append(f"const {ctype} {node.name} = {_loaded(f'{role}_row[i]', rtype, ctype)};")
+
+
+def _loaded(element: str, stored: str, ctype: str) -> str:
+    return element if stored == ctype else f"load<{ctype}>({element})"
+
+
+def _stored(node: Node, stored: str) -> str:
+    if stored == COMPUTE[node.dtype]:
+        return literal(node) if node.op == "const" else node.name
+    if node.op == "const":
+        return f"store<{stored}>({literal(node)})"
+    return f"store<{stored}>({node.name}{' != 0.0f' if stored in _ROUNDED and _is_spike(node) else ''})"  # a bool needs no rounding
+
+
+def _is_spike(node: Node) -> bool:
+    """Whether a value is 0 or 1 by construction: bools made numbers, these constants, and what chooses among or multiplies such."""
+    waiting, seen = [node], set[Node]()
+    while waiting:
+        n = waiting.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if n.op in ("mul", "maximum", "minimum"):
+            waiting += n.args
+        elif n.op == "where":
+            waiting += n.args[1:]
+        elif not (n.args[0].dtype is torch.bool if n.op == "convert" else n.op == "const" and str(n.value) in ("0.0", "1.0")):
+            return False
+    return True
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------------
+def _forward(plan: Plan) -> list[str]:
+    step = _Step("step", f"One step of {safe(plan.core)} on n neurons of a row.")
+    graph = plan.step
+    _operand_rows(step, graph, plan, "")
+    for a in plan.carried:
+        step.row(f"{a.role}_row", ROW[a.compute], f"{a.role}_row", const=False)
+        if a.role in graph.inputs:
+            ctype = COMPUTE[a.compute]
+            step.top.append(f"const {ctype} {graph.inputs[a.role].name} = {_loaded(f'{a.role}_row[i]', ROW[a.compute], ctype)};")
+        step.bottom.append(f"{a.role}_row[i] = {_stored(graph.outputs[a.role], ROW[a.compute])};")
+    for a in plan.writes:
+        if a.kind == "sequence":
+            value = graph.outputs[a.role if a.role[0] == "y" else f"v{a.role[1:]}"]
+            step.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
+            step.bottom.append(f"{a.role}_row[i] = {_stored(value, STORAGE[a.storage])};")
+    lines = [*step.text(graph), *_open(plan), "      for (int64_t t = 0; t < T; ++t) {"]
+    for a in plan.writes:
+        if a.kind == "checkpoint":
+            row, ctype = f"v{a.role[1:]}_row", ROW[a.compute]
+            lines.append(
+                f"        if (t % K == 0 && t > 0) std::memcpy({a.role}_seq + (t / K - 1) * N + begin, {row}, size * sizeof({ctype}));"
+            )
+    soon = [f"if (large && t + 1 < T) prefetch({a.role}_seq + (t + 1) * N + begin + b, m);" for a in plan.reads if a.kind == "sequence"]
+    lines += [*_rows(plan, "        "), *_blocks("        ", soon, step.call(), plan.writes), "      }"]
+    return [*lines, *_close(plan)]
+
+
+# --- backward -----------------------------------------------------------------------------------------------------------------
+def _backward(plan: Plan) -> list[str]:
+    assert plan.advance is not None
+    vjp, advance = plan.step, plan.advance
+    states = [a for a in plan.reads if a.kind == "checkpoint"]
+    ahead = _Step("advance", f"The states of {safe(plan.core)} one step on, on n neurons of a row.")
+    _operand_rows(ahead, advance, plan, "{}_row + (t - start) * tile")
+    for role, node in advance.outputs.items():
+        ahead.row(f"{role}_next", ROW[node.dtype], f"{role}_row + (t - start + 1) * tile", const=False)
+        ahead.bottom.append(f"{role}_next[i] = {_stored(node, ROW[node.dtype])};")
+    back = _vjp_step(plan)
+    lines = [*(ahead.text(advance) if states else []), *back.text(vjp), *_open(plan)]
+    lines += [
+        "      for (int64_t start = (T - 1) / K * K; start >= 0; start -= K) {",
+        "        const int64_t end = start + K < T ? start + K : T;",
+    ]
+    for a in states:
+        role, ctype = f"v{a.role[1:]}", ROW[a.compute]
+        lines += [
+            f"        if (start > 0) std::memcpy({role}_row, {a.role}_seq + (start / K - 1) * N + begin, size * sizeof({ctype}));",
+            f"        else first_row({role}_first, begin, size, {role}_row);",
+        ]
+    indent = "          "
+    if states:
+        rows = _rows(plan, indent, advance.inputs)
+        soon = [f"if (end == T) prefetch({r}_seq + (t + 1) * N + begin + b, m);" for r in advance.inputs if r[0] == "x"]
+        lines += ["        for (int64_t t = start; t + 1 < end; ++t) {", *rows, *_blocks(indent, soon, ahead.call()), "        }"]
+    lines += [
+        "        for (int64_t t = end - 1; t >= start; --t) {",
+        *_rows(plan, indent),
+        *_blocks(indent, _soon(plan, advance.inputs if states else {}), back.call(), plan.writes),
+        "        }",
+        "      }",
+    ]
+    return [*lines, *_close(plan)]
+
+
+def _soon(plan: Plan, recomputed: Container[str]) -> list[str]:
+    """What the step before reads; and of what the recomputation of the chunk before reads, a step."""
+    lines = []
+    for a in plan.reads:
+        if a.kind == "sequence" and a.role in recomputed:
+            lines.append(f"if (start > 0) prefetch_far({a.role}_seq + (start - K + (end - 1 - t)) * N + begin + b, m);")
+        elif a.kind == "sequence":
+            lines.append(f"if (t > 0) prefetch({a.role}_seq + (t - 1) * N + begin + b, m);")
+    return lines
+
+
+def _vjp_step(plan: Plan) -> _Step:
+    vjp = plan.step
+    back = _Step("vjp", f"One step back: the vector-Jacobian product of {safe(plan.core)} on n neurons of a row.")
+    _operand_rows(back, vjp, plan, "{}_row + (t - start) * tile")
+    sequences = {a.role: a for a in plan.reads if a.kind == "sequence"}
+    for a in plan.carried:
+        ctype = ROW[a.compute]
+        back.row(f"{a.role}_row", ctype, f"{a.role}_row", const=False)
+        if a.role[:2] == "gp":
+            back.bottom.append(f"{a.role}_row[i] += {_stored(vjp.outputs[a.role], ctype)};")
+            continue
+        cotangent, own = f"{a.role}_row[i]", f"gs{a.role[2:]}"
+        if own in sequences:
+            back.row(f"{own}_row", STORAGE[sequences[own].storage], f"{own}_row")
+            cotangent += f" + load<{ctype}>({own}_row[i])"
+        if a.role in vjp.inputs:
+            back.top.append(f"const {ctype} {vjp.inputs[a.role].name} = {cotangent};")
+        back.bottom.append(f"{a.role}_row[i] = {_stored(vjp.outputs[a.role], ctype)};")
+    for a in plan.writes:
+        if a.kind == "sequence":
+            back.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
+            back.bottom.append(f"{a.role}_row[i] = {_stored(vjp.outputs[a.role], STORAGE[a.storage])};")
+    return back

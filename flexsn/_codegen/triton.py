@@ -1,0 +1,453 @@
+"""Plan -> Triton source. Pure: needs neither triton nor a device.
+
+One program walks all of T for BLOCK neurons, their states in registers. T is a run-time number: full chunks of K steps in
+a loop, then the rest at once, by code for a power of two of steps of which as many count as are left. The loads of a chunk
+are issued together, before its first step. The backward takes the rest and the chunks from the last to the first, recomputes
+the states of each from its checkpoint, and keeps them in registers. For few steps (`plan.most`) there is at most one full chunk, and
+no checkpoint: the states at the start of the rest are those that the chunk leaves.
+
+The kernel is `<core>_forward(*plan.arguments, *(inner, count per param), T, N, given, BLOCK, AHEAD)`, or `_backward`; bit k
+of `given` says whether the k-th of `nullable(plan)` is there (where there are more than 31, `given_1` and so on follow it).
+AHEAD: also issue the next chunk's loads before this one's steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Container, Sequence
+
+import torch
+
+from .._ir.graph import HALF, Graph, Node, reachable
+from .._ir.ops import OPS
+from .._plan.plan import Array, Plan
+from .._version import __version__
+from .cpp import float32
+from .language import Language, safe, title
+
+STORAGE = {
+    torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+}  # fmt: skip
+COMPUTE = {
+    torch.float32: "tl.float32", torch.float64: "tl.float64", torch.float16: "tl.float32", torch.bfloat16: "tl.float32",
+    torch.bool: "tl.int1", torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64",
+    torch.uint8: "tl.uint8",
+}  # fmt: skip
+_ROUND = {torch.float16: "math.round_half({0})", torch.bfloat16: "math.round_bfloat16({0})"}
+IMPORTS = (
+    "import triton", "import triton.language as tl", "",
+    "import flexsn._runtime.triton_math as math", "from flexsn._runtime.triton_math import libdevice",
+)  # fmt: skip
+
+
+@functools.lru_cache(256)
+def render(plan: Plan) -> str:
+    """The kernel's source text."""
+    return "\n".join([*_header(plan), *(_forward(plan) if plan.direction == "forward" else _backward(plan)), ""])
+
+
+def kernel_name(plan: Plan) -> str:
+    """As profilers show it."""
+    name = f"{safe(plan.core).replace('.', '_')}_{plan.direction}"
+    return name if name.isidentifier() else f"core_{name}"
+
+
+def nullable(plan: Plan) -> list[Array]:
+    """Rows that a call may lack, zero then: initial states, cotangents of final states."""
+    return [a for a in plan.reads if a.kind == "row"]
+
+
+_BITS = 31  # of a flag: it is an int32
+
+
+def flags(plan: Plan) -> list[str]:
+    """Names of the numbers that say which of `nullable(plan)` are there."""
+    return [f"given_{k}" if k else "given" for k in range(len(packed([False] * len(nullable(plan)))))]
+
+
+def packed(present: Sequence[bool]) -> tuple[int, ...]:
+    """The numbers of `flags`: bit by bit, whether each of `nullable(plan)` is there."""
+    parts = [present[k : k + _BITS] for k in range(0, max(1, len(present)), _BITS)]
+    return tuple([sum(1 << bit for bit, there in enumerate(part) if there) for part in parts])
+
+
+def _header(plan: Plan) -> list[str]:
+    return [*title(plan, "#"), *IMPORTS, "", ""]
+
+
+# --- values --------------------------------------------------------------------------------------------------------------------
+def _template(node: Node, fast: Container[Node] = ()) -> str:
+    if node.op == "convert":
+        return _convert(node.args[0].dtype, node.dtype)
+    text = OPS[node.op].triton
+    if isinstance(text, str):
+        return text
+    kind = COMPUTE[node.args[-1].dtype].removeprefix("tl.").replace("int1", "bool")
+    return text["fast"] if node in fast and kind == "float32" and "fast" in text else text.get(kind, text.get("", ""))
+
+
+_DECIDES = frozenset("eq ne lt le gt ge sign floor ceil trunc round trunc_div floor_div remainder fmod signbit exponent mantissa".split())
+
+
+def _smooth(graph: Graph) -> set[Node]:
+    """Values on which no decision depends: in a gradient, one ulp of theirs is no spike more or less."""
+    deciding = [a for n in graph.nodes if n.op in _DECIDES or not n.dtype.is_floating_point for a in n.args]
+    return set(graph.nodes) - reachable(deciding)
+
+
+def _convert(source: torch.dtype, target: torch.dtype) -> str:
+    """As c10::convert."""
+    if target is torch.bool:
+        return "{0} != 0"
+    if source.is_floating_point and not target.is_floating_point and target.itemsize < 8:
+        return "{0}.to(tl.int32).to({T})"
+    return "{0}.to({T})"
+
+
+def literal(node: Node) -> str:
+    """A constant of its exact value; Triton takes the dtype of a float from the other operand, so others are written out."""
+    value, dtype = node.value, node.dtype
+    if dtype is torch.bool:
+        return repr(bool(value))
+    if COMPUTE[dtype] == "tl.float32":
+        value = float32(value)
+    if value == 0 and math.copysign(1.0, value) < 0:  # Triton makes 0.0 of -0.0
+        bits = "tl.full((), -(2**63), tl.int64)" if dtype is torch.float64 else "tl.full((), -(2**31), tl.int32)"
+        return f"{bits}.to({COMPUTE[dtype]}, bitcast=True)"
+    if COMPUTE[dtype] == "tl.float32" and 0 < abs(value) < 2.0**-126:  # Triton takes the literal for a float64
+        return f"tl.full((), {value!r}, tl.float32)"
+    text = repr(value) if not isinstance(value, float) or math.isfinite(value) else f'float("{value}")'
+    if COMPUTE[dtype] in ("tl.float32", "tl.int32"):
+        return f"({text})" if text[0] == "-" else text
+    return f"tl.full((), {text}, {COMPUTE[dtype]})"
+
+
+def _constant(node: Node, user: Node) -> str:
+    """Functions take tensors: they look at the dtypes of their arguments. An op on plain numbers alone would be Python's."""
+    plain, template = literal(node), _template(user)
+    whole = "math." in template or "libdevice." in template or ".to(" in template or all(a.op == "const" for a in user.args)
+    return plain if not whole or plain.startswith("tl.") else f"tl.full((), {plain}, {COMPUTE[node.dtype]})"
+
+
+_TRITON = Language(
+    template=_template, types=COMPUTE, rounding=_ROUND, constant=_constant, declare="{name} = {text}", comment="#",
+)  # fmt: skip
+
+
+# --- functions -----------------------------------------------------------------------------------------------------------------
+def _function(name: str, parameters: Sequence[str], comment: str, body: Sequence[str], result: Sequence[str]) -> list[str]:
+    lines = ["@triton.jit", f"def {name}({', '.join(parameters)}):", f'    """{comment}"""', *(f"    {line}" for line in body)]
+    return [*lines, *([f"    return {', '.join(result)}"] if result else []), "", ""]
+
+
+def _call(results: Sequence[str], function: str, arguments: Sequence[str]) -> str:
+    call = f"{function}({', '.join(arguments)})"
+    return f"{', '.join(results)} = {call}" if results else call
+
+
+def _computation(plan: Plan, graph: Graph, name: str, comment: str, roles: Sequence[str], results: Sequence[str]) -> list[str]:
+    """A function of one step: operands `roles`, in the form in which they lie in memory, to the outputs `results`."""
+    fast = _smooth(graph) if name == "vjp" else ()
+    language = dataclasses.replace(_TRITON, template=functools.partial(_template, fast=fast))
+    stored = {a.role: a.storage for a in plan.reads if a.kind in ("sequence", "param")}
+    inside = {r: graph.inputs[r].name for r in roles}
+    body = []
+    for role in roles:
+        node = graph.inputs[role]
+        if COMPUTE[stored.get(role, node.dtype)] != f"tl.{_long(stored.get(role, node.dtype))}":  # a 16-bit float
+            body.append(f"{node.name} = {node.name}.to({COMPUTE[node.dtype]})")
+    body += language.statements(graph)
+    operands = list(inside.values()) or ["mask"]  # without operands, `mask` tells the shape
+    shape = f"{operands[0]}.shape"
+    return _function(name, operands, comment, body, [_result(graph.outputs[r], shape) for r in results])
+
+
+def _long(dtype: torch.dtype) -> str:
+    return {torch.bool: "int1"}.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _result(node: Node, shape: str) -> str:
+    """A value that depends on no operand is spread over the block."""
+    if any(n.op == "input" for n in reachable([node])):
+        return node.name
+    return f"tl.full({shape}, {literal(node) if node.op == 'const' else node.name}, {COMPUTE[node.dtype]})"
+
+
+# --- the frame -------------------------------------------------------------------------------------------------------------------
+class _Frame:
+    """What the two directions share: names, parameters, the first lines."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.params = [a.role for a in plan.reads if a.kind == "param"]
+        self.sequences = [a.role for a in plan.reads if a.kind == "sequence"]
+        self.written = [a.role for a in plan.writes if a.kind == "sequence"]
+        self.carried = [a.role for a in plan.carried]
+        self.checkpoints = [a.role for a in plan.used(plan.arguments) if a.kind == "checkpoint"]
+        self.nullable = [a.role for a in nullable(plan)]
+
+    def pointer(self, a: Array, read: bool) -> str:
+        return f"{a.role}_seq" if a.kind != "row" else f"{a.role}_first" if read else f"{a.role}_last"
+
+    def open(self) -> list[str]:
+        plan = self.plan
+        pointers = [self.pointer(a, i < len(plan.reads)) for i, a in enumerate(plan.arguments)]
+        dims = [f"{r}_{d}" for r in self.params for d in ("inner", "count")]
+        parameters = [*pointers, *dims, "T", "N", *flags(plan), "BLOCK: tl.constexpr", "AHEAD: tl.constexpr"]
+        lines = ["@triton.jit", f"def {kernel_name(plan)}({', '.join(parameters)}):", *self.describe()]
+        lines += ["    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "    mask = i < N"]
+        for before, role in zip([None, *self.params], self.params, strict=False):
+            sizes = f"i, N, {role}_inner, {role}_count"
+            if before is None:
+                lines.append(f"    {role}_at = math.index({sizes})")
+            else:
+                same = f"({role}_inner == {before}_inner) & ({role}_count == {before}_count)"
+                lines.append(f"    {role}_at = math.index_or({before}_at, {same}, {sizes})")
+            lines.append(f"    {role} = tl.load({role}_seq + {role}_at, mask=mask, other=0)")
+        return lines
+
+    def describe(self) -> list[str]:
+        notes = []
+        for role in self.nullable:
+            flag, bit = self.flag(role)
+            notes.append(f"bit {bit} of `{flag}`: {role}_first is there")
+        if self.params:
+            notes.append("neuron i reads param element (i // inner) % count")
+        return [f"    # {note}" for note in notes]
+
+    def flag(self, role: str) -> tuple[str, int]:
+        """Which flag, and which bit of it, says whether a row is there."""
+        word, bit = divmod(self.nullable.index(role), _BITS)
+        return flags(self.plan)[word], bit
+
+    def is_given(self, role: str) -> str:
+        flag, bit = self.flag(role)
+        return f"(({flag} & {1 << bit}) != 0)"
+
+    def first(self, a: Array) -> str:
+        return f"tl.load({a.role}_first + i, mask=mask & {self.is_given(a.role)}, other=0).to({COMPUTE[a.compute]})"
+
+    def last_rows(self) -> list[str]:
+        return [f"    tl.store({a.role}_last + i, {a.role}, mask=mask)" for a in self.plan.writes if a.kind == "row"]
+
+
+def _lengths(most: int) -> list[int]:
+    """Steps for which code is written where at most so many are left: powers of two, the shortest that serves is taken."""
+    return [1 << k for k in range(most.bit_length())]
+
+
+def _indented(lines: Sequence[str], levels: int = 1) -> list[str]:
+    return ["    " * levels + line for line in lines]
+
+
+def _reads(sequences: Sequence[str], count: object, length: int, *, to: str = "", at: str = "", mask: str = "mask") -> list[str]:
+    return [f"{r}{to} = math.read({r}_at{at}, N, {mask}, count={count}, L={length})" for r in sequences]
+
+
+def _shortest(most: int, of_length: Callable[[int], list[str]]) -> list[str]:
+    """The code of the shortest length that serves the `rest` steps that are left, one to `most`."""
+    if most == 1:
+        return of_length(1)
+    lines: list[str] = []
+    for length in reversed(_lengths(most)):
+        test = f"{'elif' if lines else 'if'} rest > {length // 2}:"  # no `else`: Triton wants one type of what both branches define
+        lines += [test, *_indented(of_length(length))]
+    return lines
+
+
+# --- forward -----------------------------------------------------------------------------------------------------------------------
+def _forward(plan: Plan) -> list[str]:
+    f, K, core = _Frame(plan), plan.chunk, safe(plan.core)
+    states = f.carried
+    outputs = {a.role: a.role if a.role[0] == "y" else f"v{a.role[1:]}" for a in plan.writes if a.kind == "sequence"}
+    operands = list(plan.step.inputs)
+    results = [r for r in plan.step.outputs if r[0] == "y"]
+    lines = _computation(plan, plan.step, "step", f"One step of {core}.", operands, results + states)
+
+    at = [f"{r}_at" for r in f.written]
+    body = ["for j in tl.static_range(L):"]
+    own = [f"{r}[j]" if r in f.sequences else r for r in operands] or ["mask"]
+    body.append("    " + _call([*results, *(f"{v}_next" for v in states)], "step", own))
+    body += [f"    {v} = tl.where(j < count, {v}_next, {v})" for v in states]
+    body += [f"    tl.store({r}_at + j * N, {outputs[r]}, mask=mask & (j < count))" for r in f.written]
+    parameters = [*f.sequences, *at, *states, *f.params, "N", "mask", "count", "L: tl.constexpr"]
+    lines += _function("steps", parameters, "The first `count` of L steps, their inputs in registers.", body, states)
+
+    def run(count: object, length: int) -> str:
+        return _call(states, "steps", [*f.sequences, *at, *states, *f.params, "N", "mask", f"count={count}", f"L={length}"])
+
+    def piece(length: int) -> list[str]:
+        return [*_reads(f.sequences, "rest", length), run("rest", length)]
+
+    lines += f.open()
+    lines += [f"    {a.role} = {f.first(a)}" for a in plan.carried if a.role in f.nullable]
+    lines += [f"    {r}_at = {r}_seq + i" for r in (*f.sequences, *f.written)]
+    lines += [f"    {r}_at = {r}_seq + i - N" for r in f.checkpoints]
+    save = [f"tl.store({r}_at, v{r[1:]}, mask=mask & (t > 0))  # the state at the start of a chunk" for r in f.checkpoints]
+    save += [f"{r}_at += N" for r in f.checkpoints]
+    if save:
+        lines.append("    t = 0")
+    if f.sequences:
+        lines += ["    if AHEAD:", *_indented(_reads(f.sequences, K, K, to="_next", mask=f"mask & (T >= {K})"), 2)]
+    lines.append(f"    for left in range(T // {K}, 0, -1):")
+    body = save
+    if f.sequences:
+        body = [*body, "if AHEAD:", *(f"    {r} = {r}_next" for r in f.sequences)]
+        body += _indented(_reads(f.sequences, K, K, to="_next", at=f" + {K} * N", mask="mask & (left > 1)"))
+        body += ["else:", *_indented(_reads(f.sequences, K, K))]
+    body = [*body, run(K, K), *(f"{r}_at += {K} * N" for r in (*f.sequences, *f.written)), *([f"t += {K}"] if save else [])]
+    lines += _indented(body, 2)
+    if K > 1:
+        lines += [f"    rest = T % {K}", "    if rest > 0:", *_indented([*save, *_shortest(K if K > 2 else 1, piece)], 2)]
+    return [*lines, *f.last_rows()]
+
+
+# --- backward ------------------------------------------------------------------------------------------------------------------------
+def _backward(plan: Plan) -> list[str]:
+    assert plan.advance is not None
+    f, core, ahead, vjp = _Frame(plan), safe(plan.core), plan.advance, plan.step
+    states = [a.role for a in plan.reads if a.kind == "row" and a.role[0] == "v"]
+    lines: list[str] = []
+    if states:
+        lines += _computation(plan, ahead, "advance", f"The states of {core} one step on.", list(ahead.inputs), states)
+    comment = f"One step back: the vector-Jacobian product of {core}."
+    lines += _computation(plan, vjp, "vjp", comment, list(vjp.inputs), list(vjp.outputs))
+    way = _WayBack(plan, f, states)
+    lines += way.functions()
+
+    lines += f.open()
+    for a in plan.carried:
+        zero = f"tl.zeros((BLOCK,), {COMPUTE[a.compute]})"
+        lines.append(f"    {a.role} = {f.first(a) if a.role in f.nullable else zero}")
+    lines += ["    t = T", *(f"    {r}_at = {r}_seq + i + T * N" for r in way.moving)]
+    lines += [f"    {r}_at = {r}_seq + i + ((T - 1) // {plan.chunk} - 1) * N  # of the last chunk" for r in f.checkpoints]
+    return [*lines, *_indented(way.rest()), *_indented(way.chunks()), *f.last_rows()]
+
+
+class _WayBack:
+    """From the last step to the first: what is left of T after the full chunks, then the chunks."""
+
+    def __init__(self, plan: Plan, frame: _Frame, states: list[str]):
+        assert plan.advance is not None
+        self.plan, self.frame, self.states, self.K = plan, frame, states, plan.chunk
+        self.advance = [r if r not in frame.sequences else f"{r}[j]" for r in plan.advance.inputs] or ["mask"]
+        self.needed = [r for r in plan.advance.inputs if r in frame.sequences]
+        self.moving = [*frame.sequences, *frame.written]
+
+    # --- functions ---------------------------------------------------------------------------------------------------
+    def functions(self) -> list[str]:
+        lines = self.after() if self.states and self.K > 2 else []
+        f, states = self.frame, self.states
+        body = [f"{v}_all = ({v},)" for v in states]
+        if states:
+            body += ["for j in tl.static_range(L - 1):", "    " + _call(states, "advance", self.advance)]
+            body += [f"    {v}_all = {v}_all + ({v},)" for v in states]
+        body.append("for j in tl.static_range(L - 1, -1, -1):")
+        body += [f"    {line}" for line in self.step_back()]
+        body += [f"    tl.store({r}_at + j * N, {r}, mask=mask & (j < count))" for r in f.written]
+        at = [f"{r}_at" for r in f.written]
+        parameters = [*f.sequences, *at, *states, *f.carried, *f.params, "N", "mask", "count", "L: tl.constexpr"]
+        comment = "The first `count` of L steps: the states on from the first, then the gradients back."
+        return lines + _function("steps", parameters, comment, body, f.carried)
+
+    def after(self) -> list[str]:
+        body = ["for j in tl.static_range(L):", "    " + _call(self.states, "advance", self.advance)]
+        parameters = [*self.needed, *self.states, *self.frame.params, "mask", "L: tl.constexpr"]
+        return _function("after", parameters, "The states L steps on.", body, self.states)
+
+    def step_back(self) -> list[str]:
+        """The cotangents of the states before step j, from those after it; and what the step adds to gradients of params."""
+        f, step = self.frame, self.plan.step
+        cotangents = [r for r in f.carried if r[:2] == "gv"]
+        given = {r: f"{r} + gs{r[2:]}[j].to({r}.dtype)" if f"gs{r[2:]}" in f.sequences else r for r in cotangents}
+        own = {r: f"{r}[j]" for r in f.sequences} | {v: f"{v}_all[j]" for v in self.states} | given
+        results = [f"{r}_step" if r in f.carried else r for r in step.outputs]
+        lines = [_call(results, "vjp", [own.get(r, r) for r in step.inputs] or ["mask"])]
+        for r in f.carried:
+            new = f"{r}_step" if r in cotangents else f"{r} + {r}_step"
+            lines.append(f"{r} = tl.where(j < count, {new}, {r})")
+        return lines
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+    def run(self, count: object, length: int, at: str = "") -> str:
+        f = self.frame
+        places = [f"{r}_at{at}" for r in f.written]
+        own = [*f.sequences, *places, *self.states, *f.carried, *f.params, "N", "mask", f"count={count}", f"L={length}"]
+        return _call(f.carried, "steps", own)
+
+    def back(self, length: object) -> list[str]:
+        return [f"t -= {length}", *(f"{r}_at -= {length} * N" for r in self.moving)]
+
+    def starts(self, t: str, to: str = "") -> list[str]:
+        """The states at the start of the chunk that starts at t."""
+        f = self.frame
+        if self.plan.most is not None:
+            return [f"{a.role}{to} = {f.first(a)}" for a in self.plan.reads if a.role in self.states]
+        own = [f"{v}{to} = math.state_at({t}, c{v[1:]}_at, {v}_first + i, {f.is_given(v)}, mask)" for v in self.states]
+        return [*own, *(f"{r}_at -= N" for r in f.checkpoints)]
+
+    def on(self, length: int, at: str = "") -> list[str]:
+        """The states on through `length` steps."""
+        if not self.states:
+            return []
+        call = _call(self.states, "after", [*self.needed, *self.states, *self.frame.params, "mask", f"L={length}"])
+        return [*_reads(self.needed, length, length, at=at), call]
+
+    # --- the way -----------------------------------------------------------------------------------------------------
+    def rest(self) -> list[str]:
+        """What is left, by code for half a chunk, which needs no more registers than the chunks: the second half comes first."""
+        half, f = self.K // 2, self.frame
+        if not half:
+            return []
+
+        def piece(length: int) -> list[str]:
+            return [*_reads(f.sequences, "rest", length), self.run("rest", length)]
+
+        body = [*self.back("rest"), *self.starts("t")]
+        if self.plan.most is not None and self.plan.most > self.K and self.states:
+            body += ["if t > 0:  # after the chunk", *_indented(self.on(self.K, at=f" - {self.K} * N"))]
+        if half > 1:
+            later = [*self.on(half), *_reads(f.sequences, f"rest - {half}", half, at=f" + {half} * N")]
+            later += [self.run(f"rest - {half}", half, at=f" + {half} * N"), f"rest = {half}"]
+            again = [f"{v} = {v}_half" for v in self.states]
+            body += [f"{v}_half = {v}" for v in self.states]
+            body += [f"if rest > {half}:", *_indented([*later, *again])]
+        return [f"rest = T % {self.K}", "if rest > 0:", *_indented([*body, *_shortest(half, piece)])]
+
+    def chunks(self) -> list[str]:
+        K, states, sequences = self.K, self.states, self.frame.sequences
+
+        def fetch_next(mask: str) -> list[str]:
+            return [*self.starts(f"(t - {K})", "_next"), *_reads(sequences, K, K, to="_next", at=f" - {K} * N", mask=mask)]
+
+        lines = []
+        body = self.back(K)
+        if states or sequences:
+            lines += ["if AHEAD:", *_indented(fetch_next(f"mask & (T >= {K})"))]
+            body += ["if AHEAD:", *(f"    {r} = {r}_next" for r in (*states, *sequences)), *_indented(fetch_next("mask & (left > 1)"))]
+            body += ["else:", *_indented([*self.starts("t"), *_reads(sequences, K, K)])]
+        lines += [f"for left in range(T // {K}, 0, -1):", *_indented([*body, self.run(K, K)])]
+        return lines
+
+
+# --- a step alone ----------------------------------------------------------------------------------------------------------------------
+def render_step(graph: Graph, name: str, operands: Sequence[str], results: Sequence[str | None]) -> str:
+    """One step as a `@triton.jit` function of values in the form in which they lie in memory.
+
+    Args:
+        operands: roles of its arguments, in order; it need not read them all.
+        results: roles of what it returns; None for a zero.
+    """
+    names = {r: graph.inputs[r].name if r in graph.inputs else f"unused_{r}" for r in operands}
+    wide = [n for n in graph.inputs.values() if n.dtype in HALF]
+    body = [f"{n.name} = {n.name}.to({COMPUTE[n.dtype]})" for n in wide] + _TRITON.statements(graph)
+    shape = f"{next(iter(names.values()))}.shape"
+    returned = [f"tl.zeros({shape}, tl.float32)" if r is None else _result(graph.outputs[r], shape) for r in results]
+    kinds = [_long(graph.inputs[r].dtype) if r in graph.inputs else "anything" for r in operands]
+    given = ", ".join(f"{n}: {kind}" for n, kind in zip(names.values(), kinds, strict=True))
+    made = ", ".join("0" if r is None else _long(graph.outputs[r].dtype) for r in results)
+    lines = _function(name, list(names.values()), f"One step, ({given}) -> ({made}).", body, returned)
+    return "\n".join([f"# {name}: one step. Generated by flexsn {__version__}.", *IMPORTS, "", "", *lines[:-2], ""])

@@ -1,0 +1,1 @@
+"""A program as a PyTorch operator: calls, autograd, dispatch, the eager loop, DTensor, streaming."""

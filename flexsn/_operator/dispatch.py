@@ -1,0 +1,179 @@
+"""A call of a core on tensors: check it, choose a backend, run it."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture import reads as reading
+from .._capture import reads_look
+from .._capture.reads import Reads
+from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
+from .._torch import core as _compat
+from .._torch import transforms as _compat_transforms
+from ..errors import BackendUnavailableError, CannotFuseError, StaleStateError
+from . import autotune as tuning
+from . import call as run
+from . import dtensor as sharding
+from .autograd import disturbed, run_call, undisturbed
+from .eager_loop import eager_loop
+from .fallback import noting, warn_once
+from .library import check_backend
+from .prepare import PLAIN, prepare, refuse_freed
+
+
+@_compat.unseen_by_dynamo
+def run_core(
+    core: Callable, seen: Reads, replaced: dict[str, Any], inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
+    params: tuple[Tensor, ...], *, backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
+    tune: bool = False,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]  # it is there; sizes of tensors are tensors then
+        raise torchscript_refused(core)
+    if disturbed():
+        with undisturbed():
+            return run_core(
+                core, seen, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs,
+                tune=tune,
+            )  # fmt: skip
+    captured = seen.tensors(replaced) if seen.objects else {}
+    tensors = (*inputs, *states, *params, *captured.values())
+    counts = (len(inputs), len(states), len(params))
+    key = _kinds(tensors, (*counts, backend, sequences, num_outputs, tune, _tied(captured) if captured else ()))
+    call = seen.calls.get(key)
+    if call is not None and _compat.forward_ad_level() < 0:
+        try:
+            return run_call(call, _read_by(call, tensors, captured))
+        except RuntimeError:
+            _refuse_stale(seen.signatures[counts], inputs, states)
+            raise
+    check_backend(backend, core_name(core))
+    if counts not in seen.signatures:
+        seen.signatures[counts] = make_signature(core, *counts)
+    sig = seen.signatures[counts]
+    check_operands(sig, inputs, states, params)
+    if key is None and sharding.any_dtensor(tensors):
+        sharding.ready()
+        if sharding.any_dtensor((*inputs, *states, *params)):
+            sharding.check_layouts(sig, inputs, states, params)
+    refuse_freed(sig, (*sig.names, *captured), tensors)
+    _refuse_stale(sig, inputs, states)
+    why: Exception | None = None  # the eager loop runs, if another backend could be taken
+    if backend != "torch":
+        try:
+            call = prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
+            if tune and type(call) is run.Call:
+                tuning.tune(call, inputs)
+            results = run_call(call, _read_by(call, tensors, captured))
+        except (CannotFuseError, BackendUnavailableError) as error:
+            if backend != "auto" or strict:
+                raise
+            warn_once("the eager loop", error)
+            why = error
+        else:
+            if key is not None:
+                if len(seen.calls) >= _MOST_CALLS:
+                    seen.calls.clear()
+                seen.calls[key] = call
+            return results
+    inputs, states, params = sharding.settled_groups(inputs, states, params)
+    around = sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext()
+    with reading.bound(seen, replaced), around, noting("the eager loop", why):
+        outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
+    return finals, state_seqs, outputs
+
+
+def _read_by(call: run.Call, tensors: tuple[Tensor | None, ...], captured: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """The operands, with those captured tensors after them that the call reads: a core that is a method of its network leads to all of
+    the network's."""
+    if not captured:
+        return tensors
+    return (*tensors[: len(tensors) - len(captured)], *[captured[name] for name in call.captured])
+
+
+def _is_without_memory(tensor: Tensor) -> bool:
+    return not _compat_transforms.is_plain(tensor)
+
+
+def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
+    """Raise if a call is given states that have no values for it: of a transform that has ended."""
+    if _compat_transforms.active():
+        stale = _compat_transforms.outlived_its_vmap
+    elif _compat_transforms.transformed() or not all(map(_compat_transforms.is_plain, inputs)):
+        return
+    else:
+        stale = _is_without_memory
+    for name, state in zip(sig.state_names, states, strict=True):
+        if state is not None and stale(state):
+            raise StaleStateError(
+                f"state `{name}` was left by a trace or a transform that has ended, and has no values", core=sig.core,
+                hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) after tracing or transforming it.",
+            )  # fmt: skip
+
+
+_looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()
+
+
+@_compat.unseen_by_dynamo
+def look(core: Callable) -> Reads:
+    """What the core reads, looked at again only when something that it holds has changed."""
+    with reading.lock:
+        return _look(core)
+
+
+def _look(core: Callable) -> Reads:
+    try:
+        seen = _kept(core)
+    except TypeError:  # not hashable
+        return reads_look.look(core)
+    if seen is None or not seen.of_now(core):
+        if isinstance(core, types.FunctionType):
+            vars(core).setdefault(reading.KEPT, None)  # its attributes are counted with this one
+        seen = reads_look.look(core)
+        seen.own = reading.own_of(core)
+        if isinstance(core, types.FunctionType):
+            vars(core)[reading.KEPT] = seen
+        elif seen.cyclic:  # what it reads keeps it alive
+            _looks.pop(core, None)
+        elif not isinstance(core, types.MethodType):  # a bound method is a new object at every access
+            _looks[core] = seen
+    return seen
+
+
+def _kept(core: Callable) -> Reads | None:
+    """A function carries what it reads itself: a closure over an object that holds the core would never die in a table."""
+    if not isinstance(core, types.FunctionType):
+        return _looks.get(core)
+    seen = vars(core).get(reading.KEPT)
+    return seen if seen is not None and seen.of() is core else None  # `functools.wraps` copies attributes
+
+
+_MOST_CALLS = 256
+
+
+def _tied(captured: dict[str, Tensor]) -> tuple[int, ...]:
+    """Which captured tensors are the same one, under several names; empty if none."""
+    ids = [id(t) for t in captured.values()]
+    return () if len(set(ids)) == len(ids) else tuple([ids.index(i) for i in ids])
+
+
+def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:
+    """What a call depends on but for the values of its operands; None where one is no plain tensor, or calls are traced."""
+    if _compat_transforms.transformed():
+        return None
+    kinds: list[Any] = [_compat.records_gradients(), torch.get_default_dtype()]
+    for t in tensors:
+        if t is None:
+            kinds.append(None)
+        elif type(t) not in PLAIN or t.is_nested or t.layout is not torch.strided:
+            return None
+        else:
+            kinds += (t.shape, t.dtype, t.device, t.requires_grad)
+    return (*others, *kinds)

@@ -1,0 +1,371 @@
+"""The kernels as PyTorch operators: `flexsn::forward` and `flexsn::backward`, one launch each.
+
+They are what a traced graph holds, so they take the whole program as a string and every other argument as plain tensors
+and sizes: nothing in them belongs to one process. Operands broadcast to the step shape `step`, results have it in full, in
+the order of memory of the first input. Prologue, epilogue and narrowing are ordinary ops around them (`_operator/call.py`), which the
+compiler sees and fuses.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture.reads import lock
+from .._plan.plan import Plan
+from .._program import serialize as text
+from .._program.captured import Blueprint
+from .._program.compiled import Program
+from .._runtime.backends import BACKENDS
+from .._runtime.layout import Order, dense, memory_order, same_shape, strides_of
+from .._torch import core as _compat
+from ..errors import BackendError, BackendUnavailableError, OperandTypeError
+from .call import Call, Launch, allocated, arrays_of
+
+LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag,)
+LIBRARY.define(
+    "forward(str program, Tensor[] inputs, Tensor?[] states, Tensor[] params, SymInt[] step, SymInt checkpoints, bool save, "
+    "bool sequences) -> Tensor[]",
+    tags=TAGS,
+)
+LIBRARY.define(
+    "backward(str program, Tensor[] inputs, Tensor?[] states, Tensor[] params, Tensor[] checkpoints, Tensor[] cotangents, "
+    "str[] given, str[] wanted, SymInt[] step) -> Tensor[]",
+    tags=TAGS,
+)
+
+
+# --- programs by their text ---------------------------------------------------------------------------------------------------
+_CACHE_SIZE = 512
+_programs: OrderedDict[tuple[str, str, torch.device], Program] = OrderedDict()
+_launches: OrderedDict[tuple, Launch] = OrderedDict()
+
+
+def backend_of(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" else "cpp"
+
+
+WANTED = ("auto", "torch", "cpp", "triton", "inductor", "hop")  # what `backend=` takes
+
+
+def check_backend(wanted: str, core: str) -> None:
+    if wanted not in WANTED:
+        raise BackendError(f"unknown backend {wanted!r}; there are {', '.join(map(repr, WANTED))}", core=core)
+
+
+def choose_backend(wanted: str, device: torch.device, core: str, *, traced: bool) -> str:
+    """The backend that runs a call; `traced` ones run on the device's own."""
+    own = backend_of(device)
+    name = {"auto": own, "hop": own, "inductor": "triton"}.get(wanted, wanted)
+    refused = BACKENDS[name].refuses(device) if wanted != "auto" or device.type != "meta" else None  # there nothing runs
+    if traced and refused is None and name != own:
+        refused = f"backend {name!r} does not run on {device} in a traced call"
+    if refused is not None:
+        raise (BackendUnavailableError if wanted == "auto" else BackendError)(refused, core=core, hint='Use backend="auto".')
+    return name
+
+
+def program_from(program: str, device: torch.device, backend: str | None = None) -> Program:
+    """The program that a text describes, for operands on `device` (by default by the device's backend)."""
+    key = (program, backend or backend_of(device), device)
+    with lock:
+        if key not in _programs:
+            with _compat.no_modes():
+                _programs[key] = Program(key[1], text.read(program, device), device)
+            _trim(_programs)
+        return _programs[key]
+
+
+def _trim(cache: OrderedDict) -> None:
+    while len(cache) > _CACHE_SIZE:
+        cache.popitem(last=False)
+
+
+def text_of(blueprint: Blueprint, *, vjp: bool) -> str:
+    """As `text.write`, written once per blueprint."""
+    kept = blueprint.texts
+    if vjp not in kept:
+        kept[vjp] = text.write(blueprint, vjp=vjp)
+    return kept[vjp]
+
+
+# --- flexsn::forward ------------------------------------------------------------------------------------------------------------
+def _flags_forward(inputs: Sequence[Tensor], save: bool, sequences: bool) -> tuple:
+    return tuple([x.dtype for x in inputs]), save, sequences
+
+
+def _launch(
+    program: str, inputs: Sequence[Tensor], direction: str, flags: tuple, step: tuple[int, ...], checkpoints: int,
+    roles: tuple[str | None, ...],
+) -> Launch:  # fmt: skip
+    T, device, order = inputs[0].shape[0], inputs[0].device, _order(inputs, step)
+    key = (program, device, direction, flags, T, step, checkpoints, roles, order)
+    launch = _launches.get(key)
+    if launch is None:
+        kernel = program_from(program, device).kernel(T, direction, *flags)
+        launch = Launch(kernel, device, T, step, checkpoints, roles, order)
+        with lock:
+            _launches[key] = launch
+            _trim(_launches)
+    return launch
+
+
+def _roles(
+    inputs: Sequence[Tensor], states: Sequence[Tensor | None], saved: Sequence[Tensor] = (), given: tuple[str, ...] = ()
+) -> tuple[str | None, ...]:
+    """Of the operands, in order; None for states that start at zero."""
+    kinds = (("x", inputs), ("v", states), ("c", saved))
+    return (*[None if t is None else f"{kind}{k}" for kind, tensors in kinds for k, t in enumerate(tensors)], *given)
+
+
+def _order(inputs: Sequence[Tensor], step: Sequence[int]) -> Order | None:
+    return memory_order(inputs[0]) if same_shape(inputs[0].shape[1:], tuple(step)) else None
+
+
+def like_row(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, leading: int, order: Order | None) -> Tensor:
+    if order is None:
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty_strided(shape, strides_of(shape, leading, order), dtype=dtype)
+
+
+def _rows(operands: Sequence[Tensor | None], roles: Sequence[str | None], launch: Launch) -> list[Tensor | None]:
+    """The operands by role, as kernels take them."""
+    found: list[Tensor | None] = []
+    for role, tensor in zip(roles, operands, strict=True):
+        leading = 0 if role is None or role[0] == "v" or role[:2] == "gv" else 1
+        if tensor is None or (role[:1] == "c" and tensor.shape[leading:] != launch.step):  # type: ignore[index]  # it has a role
+            found.append(tensor)  # no checkpoints of this call
+            continue
+        if tensor.shape[leading:] != launch.step:
+            tensor = tensor.expand(*tensor.shape[:leading], *launch.step)
+        found.append(dense(tensor, leading, launch.order))
+    return found
+
+
+def _check(
+    launch: Launch, roles: Sequence[str | None], operands: Sequence[Tensor | None], params: dict[str, Tensor], checkpoints: int
+) -> None:
+    """Kernels take pointers: whatever a graph passes must be as long as they read, and of the dtype."""
+    arrays = dict(zip(roles, operands, strict=True))
+    rows = {"sequence": launch.T, "checkpoint": checkpoints, "row": 1}
+    for a in launch.kernel.plan.reads:
+        tensor = params.get(a.role) if a.kind == "param" else arrays.get(a.role)
+        if tensor is None and (a.kind == "row" or (a.kind == "checkpoint" and not checkpoints)):
+            continue  # zeros; none are read
+        if tensor is None or tensor.dtype is not a.storage or (a.kind != "param" and tensor.numel() < rows[a.kind] * launch.numel):
+            found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            raise OperandTypeError(
+                f"a {a.kind} of a kernel, `{a.role}`, is {found}; expected {a.storage}, for {launch.T} steps of {list(launch.step)}",
+                core=launch.kernel.plan.core,
+            )
+
+
+# Launches of calls whose operands need no change, by all that a call depends on but the tensors themselves
+_settled: OrderedDict[tuple, Launch] = OrderedDict()
+
+
+def _kinds(tensors: Sequence[Tensor | None]) -> tuple:
+    return tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
+
+
+def by_role(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
+    return {f"p{k}": p for k, p in enumerate(params)} if params else {}  # a package of AOTInductor passes None for an empty list
+
+
+Operands = Sequence[Tensor | None]
+Made = Callable[[], tuple[Launch, tuple[str | None, ...], int]]
+
+
+def _settle(key: tuple, operands: Operands, params: Sequence[Tensor] | None, made: Made) -> tuple[Launch, Operands]:
+    """A launch, and the operands as it takes them: as they are, if calls with operands of these kinds need no change.
+
+    Args:
+        key: the device, and all else that it depends on but the operands.
+        made: gives it with the roles of its operands and the number of checkpoints that it reads.
+    """
+    key = (*key, _kinds(operands), _kinds(params) if params else ())
+    launch = _settled.get(key)
+    if launch is not None:
+        return launch, operands
+    launch, roles, checkpoints = made()
+    rows = _rows(operands, roles, launch)
+    _check(launch, roles, rows, by_role(params), checkpoints)
+    if any(a is not b for a, b in zip(rows, operands, strict=True)):
+        return launch, rows
+    with lock:
+        _settled[key] = launch
+        _trim(_settled)
+    return launch, operands
+
+
+def settle_forward(operands: Operands, program, inputs, states, params, step, checkpoints, save, sequences) -> tuple[Launch, Operands]:
+    step = tuple(step)
+
+    def made() -> tuple[Launch, tuple[str | None, ...], int]:
+        roles = _roles(inputs, states)
+        return _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles), roles, 0
+
+    return _settle((inputs[0].device, program, step, checkpoints, save, sequences), operands, params, made)
+
+
+def _forward(program, inputs, states, params, *others) -> list[Tensor]:
+    launch, operands = settle_forward((*inputs, *states), program, inputs, states, params, *others)
+    return launch(operands, by_role(params))
+
+
+WHEN_TRACED: list[Callable[[], None]] = []  # called as often as a trace meets one of the operators
+
+
+def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    for prepare in WHEN_TRACED:
+        prepare()
+    order = _order(inputs, step)
+    arrays = arrays_of(allocated(made, checkpoints), T, tuple(step), checkpoints)
+    return [like_row(inputs[0], shape, dtype, len(shape) - len(step), order) for _, shape, dtype in arrays]
+
+
+def _fake_forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
+    made = program_from(program, inputs[0].device).plan_of("forward", *_flags_forward(inputs, save, sequences))
+    return _fake_arrays(made, inputs[0].shape[0], step, checkpoints, inputs)
+
+
+# --- flexsn::backward -----------------------------------------------------------------------------------------------------------
+def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequence[str]) -> tuple:
+    return tuple([x.dtype for x in inputs]), tuple(wanted), tuple([r for r in given if r[:2] != "gv"])
+
+
+def settle_backward(
+    operands: Operands, program, inputs, states, params, checkpoints, cotangents, given, wanted, step
+) -> tuple[Launch, Operands]:
+    step, given, wanted = tuple(step), tuple(given), tuple(wanted)
+
+    def made() -> tuple[Launch, tuple[str | None, ...], int]:
+        roles = _roles(inputs, states, checkpoints, given)
+        launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
+        own = program_from(program, inputs[0].device)
+        return launch, roles, own.checkpoints(launch.T)
+
+    return _settle((inputs[0].device, program, step, len(checkpoints), given, wanted), operands, params, made)
+
+
+def _backward(program, inputs, states, params, checkpoints, cotangents, *others) -> list[Tensor]:
+    given = (*inputs, *states, *checkpoints, *cotangents)
+    launch, operands = settle_backward(given, program, inputs, states, params, checkpoints, cotangents, *others)
+    return launch(operands, by_role(params))
+
+
+def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
+    made = program_from(program, inputs[0].device).plan_of("backward", *_flags_backward(inputs, given, wanted))
+    return _fake_arrays(made, inputs[0].shape[0], step, 0, inputs)
+
+
+# --- vmap: one more dim in front of the step shape ----------------------------------------------------------------------------------
+def _batched(tensor: Tensor | None, dim: int | None, leading: int, step: Sequence[int]) -> Tensor | None:
+    """`tensor` with its batch dim (one of size 1 if it has none) right after `leading` dims, then the dims of the step."""
+    if tensor is None:
+        return None
+    tensor = tensor.unsqueeze(leading) if dim is None else tensor.movedim(dim, leading)
+    missing = leading + 1 + len(step) - tensor.dim()
+    return tensor.reshape(*tensor.shape[: leading + 1], *([1] * missing), *tensor.shape[leading + 1 :])
+
+
+def _all_batched(tensors, dims, leading: int, step) -> list[Tensor | None]:
+    dims = dims or [None] * len(tensors)
+    return [_batched(t, d, leading, step) for t, d in zip(tensors, dims, strict=True)]
+
+
+def _vmap_forward(info, in_dims, program, inputs, states, params, step, checkpoints, save, sequences):
+    x, v, p = in_dims[1:4]
+    wide = [info.batch_size, *step]
+    found = torch.ops.flexsn.forward(
+        program, _all_batched(inputs, x, 1, step), _all_batched(states, v, 0, step), _all_batched(params, p, 0, step), wide, checkpoints,
+        save, sequences,
+    )  # fmt: skip
+    return found, [f.dim() - len(wide) for f in found]
+
+
+def _vmap_backward(info, in_dims, program, inputs, states, params, checkpoints, cotangents, given, wanted, step):
+    x, v, p, c, g = in_dims[1:6]
+    wide = [info.batch_size, *step]
+    g = g or [None] * len(given)
+    grads = [_batched(t, d, 0 if r[:2] == "gv" else 1, step) for t, d, r in zip(cotangents, g, given, strict=True)]
+    rows = [c.expand(c.shape[0], *wide) for c in _all_batched(checkpoints, c, 1, step)]
+    found = torch.ops.flexsn.backward(
+        program, _all_batched(inputs, x, 1, step), _all_batched(states, v, 0, step), _all_batched(params, p, 0, step), rows, grads, given,
+        wanted, wide,
+    )  # fmt: skip
+    return found, [f.dim() - len(wide) for f in found]
+
+
+for _name, _real, _fake, _vmap in (
+    ("forward", _forward, _fake_forward, _vmap_forward),
+    ("backward", _backward, _fake_backward, _vmap_backward),
+):
+    LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flexsn::{_name}", _fake, lib=LIBRARY)
+    torch.library.register_vmap(f"flexsn::{_name}", _vmap, lib=LIBRARY)
+
+
+KERNEL_OPERATORS = torch.ops.flexsn.forward.default, torch.ops.flexsn.backward.default
+
+
+# --- flexsn::carry --------------------------------------------------------------------------------------------------------------
+LIBRARY.define("carry(Tensor state) -> Tensor", tags=(*TAGS, torch.Tag.cudagraph_unsafe))
+LIBRARY.impl("carry", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("flexsn::carry", torch.clone, lib=LIBRARY)
+torch.library.register_autograd("flexsn::carry", lambda ctx, grad: grad, lib=LIBRARY)
+
+
+def carry(state: Tensor) -> Tensor:
+    """A copy that no CUDA graph owns: a state that the next call takes, while that call's graph reuses its own memory.
+    Compiled without CUDA graphs it is the state itself."""
+    return torch.ops.flexsn.carry(state)
+
+
+# --- a call that is traced ----------------------------------------------------------------------------------------------------------
+class TracedCall(Call):
+    """A call whose tensors are traced, fake, or wrapped by a transform: its launches are operators."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.program.device
+
+    def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
+        """Nothing is built while tracing."""
+
+    def open_door(self) -> None:
+        """Nothing runs while tracing."""
+
+    def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
+        return OperatorLaunch(self, direction, flags, roles)
+
+
+class OperatorLaunch:
+    """Stands where `run.Launch` does, and calls the operator."""
+
+    def __init__(self, call: TracedCall, direction: str, flags: tuple, roles: tuple[str, ...]):
+        self.call, self.direction, self.flags = call, direction, flags
+        self.given = [r for r in roles if r[0] == "g"]
+        self.params = tuple(call.program.vjp.params if direction == "backward" else call.program.params)  # all: they go by place
+        self.program = text_of(call.program.blueprint, vjp=direction == "backward")
+        with lock:  # here the text need not be read
+            _programs.setdefault((self.program, backend_of(call.device), call.device), call.program)
+        self.writes = allocated(call.program.plan_of(direction, *flags), call.checkpoints)
+        self.places = {a.role: place for place, a in enumerate(self.writes)}
+
+    def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:
+        call, ops = self.call, torch.ops.flexsn
+        i, n = call.num_inputs, call.num_operands
+        inputs, states, values = list(operands[:i]), list(operands[i:n]), [params[f"p{k}"] for k in range(len(params))]
+        step = list(call.shapes.step)
+        if self.direction == "forward":
+            _, save, sequences = self.flags
+            return ops.forward(self.program, inputs, states, values, step, call.checkpoints if save else 0, save, sequences)
+        grads = len(operands) - len(self.given)
+        checkpoints, cotangents = list(operands[n:grads]), list(operands[grads:])
+        return ops.backward(self.program, inputs, states, values, checkpoints, cotangents, self.given, list(self.flags[1]), step)

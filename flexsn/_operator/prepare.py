@@ -1,0 +1,148 @@
+"""Find or make the program for a call, and what is known of such calls: the slow path, which one call of a kind takes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture import reads as reading
+from .._capture.reads import Reads
+from .._capture.signature import Signature, step_shape
+from .._capture.trace import Meta
+from .._program.captured import Blueprint, Shapes
+from .._program.compiled import Program, program_for
+from .._program.symbolic_sizes import Sizes, exactly, settle_sizes
+from .._runtime.memory import addresses
+from .._torch import core as _compat
+from .._torch import transforms as _compat_transforms
+from ..errors import OperandTypeError, UnsupportedOpError, UnsupportedValueError
+from . import call as run
+from .library import TracedCall, choose_backend
+from .no_gradient import refuse_forward_mode
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def prepare(
+    core, seen: Reads, replaced, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None
+) -> run.Call:
+    """Find or make the program for a call."""
+    tensors = (*inputs, *states, *params, *captured.values())
+    _refuse_overriding(sig, (*sig.names, *captured), tensors)
+    traced = _compat_transforms.transformed() or not all(t is None or _compat_transforms.is_plain(t) for t in tensors)
+    device = inputs[0].device
+    name = choose_backend(backend, device, sig.core, traced=traced)
+    metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
+    metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
+    metas += [Meta(tuple(p.shape), p.dtype) for p in params]
+    refuse_forward_mode(sig.core, tensors)
+    transformed = _compat_transforms.active()
+    differentiable = _compat.records_gradients() and any(_may_need_grad(t, transformed) for t in tensors)
+
+    def operands(program: Program, trains: bool) -> tuple[tuple[str, ...], tuple[Tensor | None, ...]]:
+        read = program.blueprint.captured(vjp=trains)
+        return read, (*inputs, *states, *params, *[captured[n] for n in read])
+
+    def made(kind: type[run.Call], program: Program, shapes: Shapes) -> run.Call:
+        # what a core leads to, and does not read, may be all that needs a gradient
+        trains = differentiable and any(_may_need_grad(t, transformed) for t in operands(program, True)[1])
+        read, given = operands(program, trains)
+        return kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
+
+    if traced:
+        return made(TracedCall, *_while_tracing(name, core, seen, replaced, sig, metas, device, captured, num_outputs, differentiable))
+    with _as_leaves(seen, replaced, captured) as (own, leaves), reading.bound(seen, own):
+        program, shapes = _program(name, core, seen, sig, metas, device, leaves, num_outputs, differentiable)
+    if not shapes.numel and any(torch.Size(s).numel() for s in (*shapes.outputs, *shapes.states)):
+        raise UnsupportedOpError(
+            f"returns values although the step shape {list(shapes.step)} has no elements", core=sig.core,
+            hint="Leave out the operand without elements, on which they do not depend.",
+        )  # fmt: skip
+    return made(TracedCall if backend == "hop" else run.Call, program, shapes)
+
+
+def _program(name, core, seen: Reads, sig: Signature, metas, device, captured, num_outputs, differentiable: bool) -> tuple[Program, Shapes]:
+    """The program for a call, with its VJP if asked for: which may show that a program made for another size does not fit this one."""
+    while True:
+        program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
+        if not differentiable:
+            return program, shapes
+        program.differentiate(core, captured, seen)
+        if program.fits(metas):
+            return program, shapes
+
+
+def _refuse_overriding(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """A kernel does what PyTorch's operators mean, not what a class makes of them."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if type(tensor) not in (*PLAIN, type(None)) and _compat.overrides_operators(type(tensor)):
+            raise UnsupportedValueError(
+                f"`{name}` is a {type(tensor).__name__}, a class that overrides operators of PyTorch", core=sig.core,
+                hint="Pass `tensor.as_subclass(torch.Tensor)`.",
+            )  # fmt: skip
+
+
+def refuse_freed(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+    """PyTorch itself crashes on a tensor whose storage was freed."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None and type(tensor) in PLAIN and _compat_transforms.is_plain(tensor) and _compat.has_pointer(tensor):
+            try:
+                addresses([tensor])
+            except OperandTypeError as error:
+                raise OperandTypeError(f"`{name}` has no memory: its storage was freed", core=sig.core, hint=error.hint) from None
+
+
+def _may_need_grad(tensor: Tensor | None, transformed: bool) -> bool:
+    """`transformed`: by `torch.func`; a transform inside another hides what the outer one differentiates."""
+    return tensor is not None and (tensor.requires_grad or (transformed and tensor.is_floating_point()))
+
+
+@contextlib.contextmanager
+def _as_leaves(seen: Reads, replaced: dict[str, Any], captured: dict[str, Tensor]) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """What to bind, and the captured tensors, such that none of these is computed from another: the gradient of one holds nothing of
+    what flows on to another, which autograd adds itself."""
+    if all(t.grad_fn is None for t in captured.values()):
+        yield replaced, captured
+        return
+    leaves: dict[int, Tensor] = {}
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return leaves.setdefault(id(tensor), tensor if tensor.grad_fn is None else tensor.detach().requires_grad_())
+
+    with reading.stand_ins(seen, replaced, leaf) as own:
+        yield own, seen.tensors(own)
+
+
+def _stand_in(tensor: Tensor, transformed: bool) -> Tensor:
+    """A plain tensor of the same kind."""
+    plain = torch.empty(exactly(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    return plain.requires_grad_(_may_need_grad(tensor, transformed))
+
+
+def _while_tracing(name, core, seen: Reads, replaced, sig: Signature, metas, device, captured, num_outputs, differentiable):
+    """Find or make the program for a call whose tensors cannot be read: the core runs on stand-ins of captured tensors, and
+    symbolic sizes get numbers."""
+    ins = sig.num_inputs + sig.num_states
+    shapes = [m.shape for m in metas[:ins] if m is not None]
+    step_shape(sig, shapes)  # which sizes must be equal
+    stand_in = functools.partial(_stand_in, transformed=_compat_transforms.active())  # asked before the transforms are set aside
+    with _compat.no_modes(), reading.stand_ins(seen, replaced, stand_in) as swapped:
+        plain = seen.tensors(swapped)
+        made: list[Program] = []
+
+        def draw_at(sizes: Sizes) -> Blueprint:
+            numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
+            made.append(_program(name, core, seen, sig, numbered, device, plain, num_outputs, differentiable)[0])
+            return made[-1].blueprint
+
+        with reading.bound(seen, swapped):
+            settle_sizes(draw_at, shapes)
+            program = made[-1]
+    found = program.blueprint.shapes(shapes)
+    assert found is not None
+    return program, found

@@ -1,0 +1,1 @@
+"""What a kernel loads, keeps, saves, recomputes and stores."""

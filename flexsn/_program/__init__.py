@@ -1,0 +1,1 @@
+"""Captured programs: compiled, cached and serialised."""

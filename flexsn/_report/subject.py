@@ -1,0 +1,181 @@
+"""What is explained: a core with operands like those of one call, from whatever the user gave."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._capture.reads import Reads
+from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
+from .._operator.dispatch import look
+from .._torch import transforms as _compat_transforms
+from ..errors import OperandCountError, OperandTypeError
+from ..module import FlexSN
+
+
+@dataclass
+class Subject:
+    """A core and operands for one call.
+
+    Attributes:
+        reads, replaced: what the core captured, and what stands in for it.
+        inputs: leaves; floating ones require grad, unless the module cuts them off.
+        states: initial states, None for default ones.
+        backend: as the user named it.
+        bare: an `nn.Module` that is no `FlexSN` and holds none, taken for a core.
+    """
+
+    core: Callable[..., Any]
+    sig: Signature
+    reads: Reads
+    replaced: dict[str, Any]
+    inputs: tuple[Tensor, ...]
+    states: tuple[Tensor | None, ...]
+    params: tuple[Tensor, ...]
+    backend: str
+    num_outputs: int | None = None
+    bare: bool = False
+
+    @property
+    def captured(self) -> dict[str, Tensor]:
+        return self.reads.tensors(self.replaced)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self.inputs, *self.states, *self.params, *self.captured.values())
+
+
+def subject_of(
+    target: Callable[..., Any], example: Sequence[Tensor], states: Sequence[Tensor | None] | None, params: Sequence[Tensor],
+    backend: str | None,
+) -> Subject:  # fmt: skip
+    """Settle the operands of a call.
+
+    Raises:
+        OperandCountError, OperandTypeError, SequenceLengthError, ...: the operands do not fit the core.
+    """
+    if not callable(target):
+        raise OperandTypeError(
+            f"a core is a callable or a `flexsn.FlexSN`, not {type(target).__name__}", hint="Write `flexsn.explain(core, x)`."
+        )
+    for name, given in (("states", states), ("params", params)):
+        if given is not None and not isinstance(given, (list, tuple)):
+            what = "tensors, or None for zeros" if name == "states" else "tensors"
+            hint = f"Write `{name}=({'None' if name == 'states' else 'p'},)`, one for each."
+            raise OperandTypeError(
+                f"`{name}` must be a tuple or list of {what}, not {type(given).__name__}", core=core_name(target), hint=hint
+            )
+    if isinstance(target, FlexSN):
+        made = _of_module(target, example, states, params, backend)
+    else:
+        made = _of_core(target, example, states, params, backend or "auto")
+    check_operands(made.sig, made.inputs, made.states, made.params)
+    return made
+
+
+def _of_module(module: FlexSN, example: Sequence[Any], states: Any, params: Sequence[Tensor], backend: str | None) -> Subject:
+    name = core_name(module.core)
+    if params:
+        raise OperandCountError("a module has its own params", core=name, hint="Leave out `params=`.")
+    if len(example) != module.num_inputs:
+        raise OperandCountError(
+            f"needs {module.num_inputs} inputs but was given {len(example)}", core=name, hint="Call `flexsn.explain(neuron, x)`."
+        )
+    _check_tensors(name, example)
+    initial = module.start_states(*example) if states is None else states
+    sequences = [x.unsqueeze(0) for x in example] if module.step_mode == "s" else list(example)
+    flags = module.requires_grad_flags or (True,) * module.num_inputs
+    own = tuple([getattr(module.params, n) for n in module.param_names])
+    sig = make_signature(module.core, len(sequences), len(initial), len(own))
+    inputs = tuple([_leaf(x, wanted) for x, wanted in zip(sequences, flags, strict=False)])
+    reads, replaced = module.look()
+    return Subject(module.core, sig, reads, replaced, inputs, tuple(initial), own, backend or module.backend, module.num_outputs)
+
+
+def _of_core(core: Callable, example: Sequence[Any], states: Any, params: Sequence[Tensor], backend: str) -> Subject:
+    name = core_name(core)
+    if not example:
+        raise OperandCountError(
+            "needs an example of every input", core=name, hint="Write `flexsn.explain(core, x)`, x of shape [T, *shape]."
+        )
+    _check_tensors(name, example)
+    if states is None:
+        names, required, open_ended = positional_names(core)
+        if open_ended:
+            raise OperandCountError(
+                "takes `*args`, so its states cannot be counted", core=name, hint="Pass `states=(None,)`, one per state."
+            )
+        states = (None,) * max(0, (required or len(names)) - len(example) - len(params))
+    sig = make_signature(core, len(example), len(states), len(params))
+    inputs = tuple([_leaf(x, True) for x in example])
+    return Subject(core, sig, look(core), {}, inputs, tuple(states), tuple(params), backend, bare=isinstance(core, nn.Module))
+
+
+def _check_tensors(name: str, example: Sequence[Any]) -> None:
+    for i, x in enumerate(example):
+        if not isinstance(x, Tensor):
+            raise OperandTypeError(f"input {i} must be a tensor [T, *shape], not {type(x).__name__}", core=name)
+        if x.is_meta or not _compat_transforms.is_plain(x):
+            raise OperandTypeError(
+                f"input {i} has no values", core=name, hint="Kernels are built and timed: pass a real tensor of its kind."
+            )
+
+
+def _leaf(x: Tensor, wanted: bool) -> Tensor:
+    if x.is_inference():  # such a tensor can never require grad
+        x = x.clone()
+    return x.detach().requires_grad_(wanted and x.dtype.is_floating_point)
+
+
+# --- the user's source ------------------------------------------------------------------------------------------------------------
+def code_of(core: Any) -> CodeType | None:
+    """The code that runs at every step, where it is written in Python."""
+    while isinstance(core, partial):
+        core = core.func
+    core = inspect.unwrap(core)
+    if isinstance(core, nn.Module):
+        core = type(core).forward
+    code = getattr(core, "__code__", None)
+    return code if code is not None else getattr(type(core).__call__, "__code__", None)
+
+
+def source_of(core: Any) -> tuple[str | None, list[tuple[int, str]]]:
+    """`file:line` of the core, and its numbered lines; empty where there is no source."""
+    code = code_of(core)
+    if code is None:
+        return None, []
+    try:
+        lines, first = inspect.getsourcelines(code)
+    except (OSError, TypeError):
+        return f"{code.co_filename}:{code.co_firstlineno}", []
+    numbered = [(first + i, text.rstrip("\n")) for i, text in enumerate(lines)]
+    indent = min((len(t) - len(t.lstrip()) for _, t in numbered if t.strip()), default=0)
+    return f"{code.co_filename}:{first}", [(n, t[indent:]) for n, t in numbered]
+
+
+def machine_facts() -> dict[str, str]:
+    """Processor, threads and versions."""
+    import platform
+    from pathlib import Path
+
+    from .._version import __version__
+
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    )
+    return {
+        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "threads": str(torch.get_num_threads()),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "flexsn": __version__,
+    }

@@ -1,0 +1,145 @@
+"""The C++ compiler: which one, and one run of it. No shell, no terminal, a limit on its time; of what it says the end is kept."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import functools
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import BackendUnavailableError, BuildError
+
+_KEPT = 4096  # bytes of what a compiler says
+_REPORT = "Run `flexsn.scan(..., backend='torch')` meanwhile, and report the core: generated source should always build."
+
+
+@functools.cache
+def _find(wanted: str | None, path: str | None) -> tuple[str, int, int] | None:
+    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
+        found = shutil.which(name, path=path)
+        if found:
+            info = os.stat(found)
+            return os.path.realpath(found), info.st_size, info.st_mtime_ns
+    return None
+
+
+def compiler() -> tuple[str, int, int] | None:
+    """Path, size and age of the C++ compiler: `$CXX`, else the first of g++, c++, clang++ on `$PATH`."""
+    return _find(os.environ.get("CXX"), os.environ.get("PATH"))
+
+
+def identity() -> tuple[str, ...]:
+    """The same as strings.
+
+    Raises:
+        BackendUnavailableError: there is none.
+    """
+    found = compiler()
+    if found is None and (asked := os.environ.get("CXX")):
+        raise BackendUnavailableError(
+            f'backend "cpp" needs a C++ compiler, and $CXX is {asked!r}, which is no program on $PATH',
+            hint="Give $CXX the name or path of one program, without arguments, or unset it: then g++, c++ or clang++ is taken.",
+        )
+    if found is None:
+        raise BackendUnavailableError(
+            'backend "cpp" needs a C++ compiler, and there is no g++, c++ or clang++ on $PATH',
+            hint='Install g++ (Debian: `apt install g++`), or use backend="torch", the eager loop.',
+        )
+    return tuple(map(str, found))
+
+
+def time_limit() -> float:
+    """Seconds that one run of the compiler may take: `$FLEXSN_BUILD_TIMEOUT`, by default 600."""
+    given = os.environ.get("FLEXSN_BUILD_TIMEOUT", "600")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise BuildError(f"$FLEXSN_BUILD_TIMEOUT is {given!r}, not a number of seconds", hint="Unset it: the default is 600.")
+    return seconds
+
+
+def run(command: Sequence[str], folder: Path) -> None:
+    """Run a compiler that writes into `folder`, its temporary files too.
+
+    Raises:
+        BuildError: it cannot be run, fails, or takes too long; it is killed then, with all that it started.
+        OSError: the disk of `folder` is full.
+    """
+    limit = time_limit()
+    try:
+        process = subprocess.Popen(
+            list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | {"LC_ALL": "C", "TMPDIR": str(folder)},
+        )  # fmt: skip
+    except OSError as error:
+        raise BuildError(f"cannot run the compiler {command[0]}: {error.strerror}", hint="Set $CXX to a C++ compiler.") from error
+    finished = False
+    _running.add(process.pid)
+    with process:
+        try:
+            said = _listen(process, time.monotonic() + limit)
+            finished = said is not None
+        finally:
+            _running.discard(process.pid)
+            if not finished:
+                _kill(process.pid)
+    shown = " ".join(command[:2])
+    if said is None:
+        raise BuildError(
+            f"the compiler had not finished after {limit:g} s, and was killed: {shown} ...",
+            hint="Set $CXX to another compiler, or $FLEXSN_BUILD_TIMEOUT to more seconds.",
+        )
+    if process.returncode != 0:
+        if "No space left" in said or "quota exceeded" in said or os.statvfs(folder).f_bavail == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        raise BuildError(f"the compiler failed (exit {process.returncode}): {shown} ...\n{said[-2000:]}", hint=_REPORT)
+
+
+_running: set[int] = set()  # also on threads that do not keep the program from ending
+
+
+def _kill(process: int) -> None:
+    """It and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+
+
+@atexit.register
+def _kill_running() -> None:
+    for process in list(_running):
+        _kill(process)
+
+
+os.register_at_fork(after_in_child=_running.clear)
+
+
+def _listen(process: subprocess.Popen, deadline: float) -> str | None:
+    """The end of what a process says until it ends, or None if the deadline comes first."""
+    assert process.stdout is not None
+    file = process.stdout.fileno()
+    poll, kept, ended = select.poll(), b"", False
+    poll.register(file, select.POLLIN)
+    while not ended:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        if poll.poll(1000 * min(left, 0.5)):
+            block = os.read(file, 1 << 16)
+            kept, ended = (kept + block)[-_KEPT:], not block
+        else:
+            ended = process.poll() is not None  # what it started may hold its output open
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+    return kept.decode(errors="replace")

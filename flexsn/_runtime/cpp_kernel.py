@@ -1,0 +1,272 @@
+"""C++ source -> loaded kernel: the system compiler, a private cache on disk, and the call.
+
+A library is found by the hash of everything that it depends on (source, header, flags, compiler, processor, PyTorch),
+so a second process starts warm and a change of any of these builds anew. In a process there is one kernel per source,
+built once however many threads ask for it, and unloaded when no program uses it any more.
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import copy
+import ctypes
+import functools
+import glob
+import hashlib
+import os
+import platform
+import threading
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._plan.plan import Plan
+from ..errors import BuildError
+from . import cpp_compiler as launch_compiler
+from . import disk_cache as launch_cache
+from .cpp_compiler import compiler
+from .fork import num_threads
+from .memory import addresses
+
+__all__ = ["HEADERS", "Kernel", "check_device", "compiler", "load", "tile_length"]
+
+HEADERS = Path(__file__).parent / "cpp"
+_TORCH = Path(torch.__file__).parent
+# Exact: no contraction, wrapping integers. Vectorised: no pass may turn a select back into a branch (pre, sink, thread-jumps),
+# and no limit keep the vector functions of a long step from being inlined into its loop.
+_FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno",
+    "-fno-trapping-math", "-fwrapv", "-fno-tree-pre", "-fno-tree-sink", "-fno-thread-jumps", "-mprefer-vector-width=512", "-w",
+    "--param=large-function-growth=100000", "--param=inline-unit-growth=100000",
+)  # fmt: skip
+# Bytes of one core's cache that a tile may fill, and the most neurons. Measured on two cores (Zen 5): calls larger than
+# half the last-level cache stream their rows past it, best in rows of a few KiB.
+_TILE = {"forward": (256 * 1024, 4096), "streamed": (256 * 1024, 2048), "backward": (144 * 1024, 8192)}
+_GRAIN = 32768  # neuron-steps that are worth a thread
+_lock = threading.Lock()  # held for look-ups alone
+_kernels: MutableMapping[str, Kernel] = weakref.WeakValueDictionary()
+_builds: dict[str, Future[Kernel]] = {}  # those under way
+
+
+class Kernel:
+    """A loaded library and the plan that its function `symbol` runs."""
+
+    def __init__(self, plan: Plan, source: str, path: Path, symbol: str = "run"):
+        self.plan, self.source, self.path = plan, source, path
+        self._run = _entry_point(path, self, symbol)
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
+        self._step_bytes = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
+        self._pointers = ctypes.c_void_p * max(1, len(plan.arguments))
+        self._tile = functools.lru_cache(functools.partial(tile_length, plan))
+        self._dims = ctypes.c_int64 * max(1, 2 * sum(a.kind == "param" for a in plan.arguments))
+
+    def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
+        """What runs it over T steps of N neurons.
+
+        Args:
+            present: of each of `plan.arguments`, whether it is there.
+
+        Returns:
+            `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param.
+        """
+        absent = [place for place, there in enumerate(present) if not there]
+
+        def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
+            pointers = addresses(arrays)
+            for place in absent:
+                pointers.insert(place, 0)
+            tile, threads, large = self.cut(T, N)
+            if self._run(self._pointers(*pointers), self._dims(*dims), T, N, tile, threads, large):
+                raise MemoryError("flexsn: no memory for the scratch rows of a tile")
+
+        return run if T and N else lambda arrays, dims: None
+
+    def entry(self, present: Sequence[bool], T: int, N: int, index: int | None) -> tuple[Any, Any]:
+        """What a launch in C++ needs of it (`_runtime/cpp/native.cpp`): on a CPU, and on a GPU."""
+        address = ctypes.cast(self._run, ctypes.c_void_p).value
+        return (address, *self.cut(T, N), torch.get_num_threads()), None
+
+    def cut(self, T: int, N: int) -> tuple[int, int, bool]:
+        """Neurons per tile, threads, and whether finished rows are streamed past the cache."""
+        threads = max(1, min(num_threads(), T * N // _GRAIN))
+        large = T * N * self._step_bytes > _cache_bytes() // 2
+        direction = self.plan.direction
+        return self._tile(N, threads, "streamed" if large and direction == "forward" else direction), threads, large
+
+
+def tile_length(plan: Plan, N: int, threads: int, kind: str) -> int:
+    """Neurons per tile: as many as fit in cache, in full vectors, the same number of tiles for every thread."""
+    budget, limit = _TILE[kind]
+    most = max(256, min(budget // max(1, plan.tile_bytes), limit) // 64 * 64)
+    tiles = -(-N // most)
+    tiles = -(-tiles // threads) * threads
+    return max(64, (-(-N // tiles) + 63) // 64 * 64)
+
+
+@functools.cache
+def _cache_bytes() -> int:
+    """Of the last-level cache; 32 MiB where the system does not say."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 32 << 20
+
+
+def _entry_point(path: Path, owner: object | None, symbol: str) -> ctypes._NamedFuncPointer:
+    """The function `symbol` of a library, which is unloaded when `owner` dies; raises OSError if it cannot be loaded."""
+    library = ctypes.CDLL(str(path))
+    if owner is not None:
+        weakref.finalize(owner, _ctypes.dlclose, library._handle).atexit = False
+    try:
+        return getattr(library, symbol)
+    except AttributeError:
+        raise OSError(f"{path} has no kernel in it") from None
+    finally:
+        if owner is None:
+            _ctypes.dlclose(library._handle)
+
+
+def _after_fork() -> None:
+    """In a child: the threads that build are not there, and one may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _builds.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def check_device(device: torch.device) -> str | None:
+    """Why tensors on this device cannot be taken, or None."""
+    return None if device.type == "cpu" else f'backend "cpp" runs on the CPU, and the operands are on {device}'
+
+
+def load(plan: Plan, source: str) -> Kernel:
+    """The kernel of a rendered plan, from this process, the disk cache or the compiler, in that order.
+
+    Raises:
+        BackendUnavailableError: there is no C++ compiler.
+        BuildError: the compiler failed, or no disk takes what it makes.
+    """
+    key = _key(source)
+    while True:
+        with _lock:
+            kernel, build = _kernels.get(key), _builds.get(key)
+            if kernel is not None:
+                return kernel
+            if build is None:
+                own = _builds[key] = Future[Kernel]()
+        if build is None:
+            return _settle(own, plan, source, key)
+        error = build.exception()  # waits
+        if error is None:
+            return build.result()
+        if isinstance(error, Exception):
+            raise copy.copy(error) from error
+        # that thread was interrupted: this one tries
+
+
+def _settle(build: Future[Kernel], plan: Plan, source: str, key: str) -> Kernel:
+    """Make a kernel, for this thread and those that wait."""
+    try:
+        kernel = _make(plan, source, key)
+    except BaseException as error:  # an interrupt too; raised again below, and for every thread that waits
+        with _lock:
+            _builds.pop(key, None)
+        build.set_exception(error)
+        raise
+    with _lock:
+        _kernels[key] = kernel
+        _builds.pop(key, None)
+    build.set_result(kernel)
+    return kernel
+
+
+def _make(plan: Plan, source: str, key: str) -> Kernel:
+    """From the disk cache or the compiler; where that disk fails, in a folder for this process alone."""
+    folder = launch_cache.folder()
+    try:
+        return _from_folder(plan, source, folder / f"{key}.so")
+    except OSError as error:
+        reason = f"the cache {folder} cannot be used: {error}"
+    try:
+        return _from_folder(plan, source, launch_cache.private_folder(reason) / f"{key}.so")
+    except OSError as error:
+        raise BuildError(
+            f"{reason}; nor can a folder for temporary files: {error}",
+            hint="Set $FLEXSN_CACHE_DIR to a folder of your own, on a disk with space from which programs may run.",
+        ) from error
+
+
+def _from_folder(plan: Plan, source: str, path: Path) -> Kernel:
+    if launch_cache.trusted(path):
+        try:
+            return Kernel(plan, source, path)
+        except OSError:  # what it was linked with is gone
+            pass
+    _build(source, path)
+    return Kernel(plan, source, path)
+
+
+def _key(source: str) -> str:
+    parts = (source, _header_text(), " ".join(_FLAGS), *launch_compiler.identity(), _processor(), torch.__version__, *_libraries(source))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _header_text() -> str:
+    return "\0".join(p.read_text() for p in sorted(HEADERS.glob("*.h")))
+
+
+@functools.cache
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
+    except OSError:
+        return platform.processor() + platform.machine()
+
+
+# --- the build ------------------------------------------------------------------------------------------------------------
+@functools.cache
+def has_sleef() -> bool:
+    """Whether libtorch_cpu carries the vector maths of Sleef (x86-64 builds from PyPI do)."""
+    library = _TORCH / "lib" / "libtorch_cpu.so"
+    return platform.machine() == "x86_64" and library.exists() and hasattr(ctypes.CDLL(str(library)), "Sleef_expf8_u10")
+
+
+def _libraries(source: str) -> list[str]:
+    """What a kernel is linked with."""
+    openmp = sorted(glob.glob(str(_TORCH / "lib" / "libgomp*"))) or ["-lgomp"]  # the one runtime that PyTorch uses too
+    libraries = openmp[:1]
+    if has_sleef():
+        libraries.append(str(_TORCH / "lib" / "libtorch_cpu.so"))
+    if "#include <ATen" in source:
+        libraries.append(str(_TORCH / "lib" / "libc10.so"))
+    return libraries
+
+
+def _build(source: str, path: Path, symbol: str = "run") -> None:
+    """Compile beside the target and move into place what can be loaded."""
+    flags = [*_FLAGS, f"-I{HEADERS}"]
+    if has_sleef():
+        flags.append("-DFLEXSN_SLEEF")
+    if "#include <ATen" in source:
+        flags.append(f"-I{_TORCH / 'include'}")
+    with launch_cache.workshop(path) as folder:
+        text, compiled, library = folder / "kernel.cpp", folder / "kernel.o", folder / "kernel.so"
+        text.write_text(source)
+        command = [launch_compiler.identity()[0], *flags, "-c", str(text), "-o", str(compiled)]
+        launch_compiler.run(command, folder)
+        launch_compiler.run([command[0], "-shared", str(compiled), "-o", str(library), *_libraries(source), "-lm"], folder)
+        if not library.is_file():
+            raise BuildError(f"the compiler {command[0]} says that it succeeded, and made no library", hint="Set $CXX to another one.")
+        _entry_point(library, None, symbol)
+        launch_cache.publish(library, text, path)

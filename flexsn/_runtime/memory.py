@@ -1,0 +1,96 @@
+"""Large CPU results: blocks that earlier results left are used again.
+
+The first touch of fresh memory costs more than the kernel that writes it (the system zeroes every page), and the C
+library gives large blocks back to the system as soon as a tensor dies. So the latest blocks of dead results are kept,
+`MOST` bytes of them at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .._torch import core as _compat
+from ..errors import OperandTypeError
+
+LEAST = 4 << 20  # bytes of a block: smaller ones are the C library's
+MOST = min(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)
+_PAGE = 2 << 20  # blocks of whole huge pages
+_CPU = torch.device("cpu")
+_free: list[mmap.mmap] = []  # oldest first. List methods are atomic; a finalizer may run between any two of them
+
+
+def allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]:
+    """What makes results on a device (if it is a GPU, on the current one): tensors of a shape, strides of dense memory, and a dtype,
+    whatever is in them."""
+    if device.type == "cuda":  # GPUs have PyTorch's caching allocator
+        return _compat.gpu_allocator()
+    if device.type == "cpu":
+        return _on_cpu
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _on_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if size < LEAST:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
+    block = _take(size) or _fresh(-(-size // _PAGE) * _PAGE)
+    view = memoryview(block)  # the tensor's storage holds it
+    weakref.finalize(view, _give, block).atexit = False
+    return torch.frombuffer(view, dtype=dtype, count=count).as_strided_(tuple(shape), tuple(strides))
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Of dense memory with the dims in this order from the outermost, by default their own."""
+    dims = tuple(range(len(shape)) if order is None else order)
+    strides = [1] * len(shape)
+    for outer, inner in zip(dims[-2::-1], dims[:0:-1], strict=True):
+        strides[outer] = strides[inner] * max(1, shape[inner])
+    return tuple(strides)
+
+
+def addresses(arrays: Sequence[Tensor]) -> list[int]:
+    """Where arrays lie; 0 for those without elements."""
+    return [a.data_ptr() or _nowhere(a) for a in arrays]
+
+
+def _nowhere(array: Tensor) -> int:
+    """The address of an array that has none."""
+    if array.numel():
+        raise OperandTypeError(
+            f"a tensor of shape {list(array.shape)} has no memory: its storage was freed",
+            hint="Whoever freed it (`untyped_storage().resize_(0)`, a sharded module outside its forward) must bring it back.",
+        )
+    return 0
+
+
+def _fresh(size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"flexsn: no memory for a result of {size} bytes ({error.strerror})") from None
+
+
+def _take(size: int) -> mmap.mmap | None:
+    """The latest free block of at least `size` bytes, and at most a quarter more."""
+    for block in reversed(_free.copy()):
+        if size <= len(block) <= size + max(size // 4, _PAGE):
+            with contextlib.suppress(ValueError):  # another thread took it
+                _free.remove(block)
+                return block
+    return None
+
+
+def _give(block: mmap.mmap) -> None:
+    _free.append(block)
+    while sum(map(len, _free.copy())) > MOST:
+        with contextlib.suppress(IndexError):  # another thread was first
+            _free.pop(0)

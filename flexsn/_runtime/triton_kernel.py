@@ -1,0 +1,441 @@
+"""Triton source -> loaded kernel: Triton's compiler and disk cache, the tile, and the call.
+
+A binary serves every T of its class (by the steps of a chunk, `plan.chunk_for`), and every N of its class (few neurons, or many
+with rows aligned or not): sizes are run-time arguments. All classes of N are built at once, and the backward beside the
+forward, on threads; then, on one thread, those of other T. Under `TRITON_INTERPRET=1` (set before triton is imported) kernels
+run on CPU tensors, slowly: for tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import linecache
+import math
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._codegen.triton import STORAGE, flags, kernel_name, nullable, packed, render
+from .._plan.plan import Plan, chunks
+from .._torch import core as _compat
+from ..errors import BackendUnavailableError, BuildError
+from . import native as launch_native
+from . import triton_passes as launch_passes
+from .disk_cache import folder as cache_folder
+from .memory import addresses
+
+_lock = threading.Lock()
+_interpreter = threading.Lock()  # it patches Triton's language while it runs: one thread at a time
+_kernels: MutableMapping[tuple, Kernel] = weakref.WeakValueDictionary()
+
+
+def _after_fork() -> None:
+    """In a child: another thread may have held a lock, and those that build are not there."""
+    for held in (_lock, _interpreter):
+        held._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
+    _builders.cache_clear()
+    _later.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel is cut for the GPU.
+
+    Attributes:
+        block: neurons per program.
+        warps: warps that share them.
+        ahead: whether the loads of the next chunk are issued before the steps of this one.
+        aligned: whether rows start at multiples of 16 bytes, so that a thread may load several neurons at once.
+    """
+
+    block: int
+    warps: int
+    ahead: bool
+    aligned: bool = False
+
+
+_WIDE = 768  # neurons per multiprocessor from which on the GPU is full without loads ahead
+_CLASSES = ((1, False), (1 << 40, True), (1 << 40, False))  # a size and alignment of each class that `tile_for` knows
+_LARGE_CORE = 100  # ops of a step from which on a thread has registers for one neuron only
+
+
+def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
+    """The tile for N neurons on a GPU of so many multiprocessors; `aligned`: whether rows start at multiples of 16 bytes.
+
+    There is one for few and one for many neurons (or two, by alignment), from `tools/tune_triton.py` on an H200
+    (benchmarks/results/gpu_tune_h200.json): within 5% of the best tile for LIF, adaptive LIF and Hodgkin-Huxley at the sizes there
+    and the chunks that the plan chooses.
+    """
+    if _WIDE * processors >= N:
+        return Tile(64, 2, ahead=True)
+    if not aligned or len(plan.step.nodes) > _LARGE_CORE:
+        return Tile(64, 2, ahead=False)
+    return Tile(64 * _neurons_per_thread(plan), 2, ahead=False, aligned=True)
+
+
+_REGISTERS = 320  # bytes of a chunk's inputs and states for which a thread of a large tile has registers
+
+
+def _neurons_per_thread(plan: Plan) -> int:
+    """As many as a load of 16 bytes brings and registers hold; at least two, but of 8 bytes one."""
+    if _itemsize(plan) == 8:
+        return 1
+    inputs = {a.role: a.storage.itemsize for a in plan.reads if a.kind == "sequence" and a.role[0] == "x"}
+    states = {a.role: a.compute.itemsize for a in plan.reads if a.kind == "row" and a.role[0] == "v"}
+    held = (plan.chunk + 1) * sum((inputs | states).values())
+    most = 1 << (_REGISTERS // max(1, held)).bit_length() >> 1  # the power of two below
+    return min(16 // _itemsize(plan), max(2, most))
+
+
+def _together(plan: Plan, tile: Tile) -> int:
+    """How many neighbours a thread loads at once: all that it has, up to 16 bytes."""
+    return max(1, min(tile.block // (32 * tile.warps), 16 // _itemsize(plan))) if tile.aligned else 1
+
+
+def _itemsize(plan: Plan) -> int:
+    """Bytes of an element of the sequences, the widest if they differ."""
+    return max((a.storage.itemsize for a in plan.arguments if a.kind == "sequence"), default=4)
+
+
+def interpreted() -> bool:
+    """As Triton reads the variable."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
+
+
+@functools.cache
+def _triton() -> Any:
+    try:
+        import triton
+    except ImportError:
+        raise BackendUnavailableError(
+            'backend "triton" needs the package triton, which is not installed',
+            hint='Install it with `pip install "flexsn[triton]"`, or use backend="torch", the eager loop.',
+        ) from None
+    return triton
+
+
+class MeasuredTiles:
+    """The tiles that `tune=True` found for one kernel, by GPU and number of neurons (to the next power of two): a file.
+
+    A file that cannot be read, written or understood counts as none: it holds nothing that a result depends on.
+    """
+
+    def __init__(self, source: str):
+        self._name = hashlib.sha256(source.encode()).hexdigest()[:32] + ".json"
+        self._found: dict[str, Tile] | None = None
+
+    def get(self, N: int, index: int, aligned: bool) -> Tile | None:
+        if self._found is None:
+            self._found = self._read()
+        return self._found.get(self._key(N, index, aligned)) if self._found else None
+
+    def keep(self, N: int, index: int, aligned: bool, tile: Tile) -> None:
+        self._found = {**self._read(), self._key(N, index, aligned): tile}
+        with contextlib.suppress(OSError, BuildError):
+            path = cache_folder() / "tiles" / self._name
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps({key: asdict(tile) for key, tile in self._found.items()}, indent=1))
+            part.replace(path)
+
+    def _read(self) -> dict[str, Tile]:
+        try:
+            kept = json.loads((cache_folder() / "tiles" / self._name).read_text())
+            return {key: Tile(**fields) for key, fields in kept.items()}
+        except (OSError, BuildError, ValueError, TypeError, AttributeError):
+            return {}
+
+    @staticmethod
+    def _key(N: int, index: int, aligned: bool) -> str:
+        return f"{_gpu_name(index)}, {1 << (N - 1).bit_length()} neurons" + (", aligned" if aligned else "")
+
+
+_AS_EAGER = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # no fused multiply-add; denormals are no zeros in libdevice
+
+
+class Kernel:
+    """A rendered plan, its function, and the binaries made of it: one per tile and GPU."""
+
+    def __init__(self, plan: Plan, source: str):
+        self.plan, self.source = plan, source
+        self.function = _define(source, kernel_name(plan))
+        self._builds: dict[tuple[Tile, int], Future] = {}
+        self._unasked: set[tuple[Tile, int]] = set()  # of these, those for which nobody waits
+        self._expected: set[int] = set()  # GPUs for which all classes are built, or will be
+        self._others: list[Kernel] = []  # for other numbers of steps
+        self._loaded: dict[tuple[Tile, int], Any] = {}
+        self._ready: dict[tuple[int, int, bool], tuple] = {}
+        self.tiles = MeasuredTiles(source)
+        self._nullable = [plan.arguments.index(a) for a in nullable(plan)]
+
+    def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
+        """What runs it over T steps of N neurons, on the current device.
+
+        Args:
+            present: of each of `plan.arguments`, whether it is there.
+
+        Returns:
+            `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param.
+        """
+        given = packed([present[place] for place in self._nullable])
+        absent = [place for place, there in enumerate(present) if not there]
+
+        def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
+            index = arrays[-1].get_device()
+            pointers = addresses(arrays)
+            address = N
+            for pointer in pointers:
+                address |= pointer
+            for place in absent:
+                pointers.insert(place, 0)
+            key = N, index, not address % 16
+            launch, grid, function, fixed, constants = self._ready.get(key) or self.prepare(*key)
+            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *pointers, *dims, T, N, *given, *constants)
+
+        def interpret(arrays: list[Tensor], dims: Sequence[int]) -> None:
+            there = iter(arrays)
+            self._interpret([next(there) if is_there else None for is_there in present], dims, T, N, given)
+
+        if T == 0 or N == 0:
+            return lambda arrays, dims: None
+        return interpret if interpreted() else run
+
+    def entry(self, present: Sequence[bool], T: int, N: int, index: int | None) -> tuple[Any, Any]:
+        """What a launch in C++ needs of it (`cpp/native.cpp`): on a CPU, and on a GPU, where it has the binaries that are loaded."""
+        if index is None:
+            return None, None
+        binaries: list[tuple[int, ...] | None] = []
+        for aligned in (False, True):
+            tile = self.tile(N, index, aligned)
+            own = _compat.triton_function(self._loaded.get((tile, index)))
+            binaries.append(None if own is None else (own[0], -(-N // tile.block), *own[1:]))
+        return None, (tuple(binaries), packed([present[place] for place in self._nullable])) if any(binaries) else None
+
+    def run_tile(self, tile: Tile, arrays: Sequence[Tensor], dims: Sequence[int], T: int, N: int) -> None:
+        """As a call with all arrays given, with a tile."""
+        index = arrays[-1].device.index
+        launch, grid, function, fixed, constants = _ready(self._binary(self.expect_tile(tile, index), tile, index), N, tile)
+        given = packed([True] * len(self._nullable))
+        with torch.cuda.device(index):
+            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *addresses(arrays), *dims, T, N, *given, *constants)
+
+    def prepare(self, N: int, index: int, aligned: bool) -> tuple:
+        """What launches the binary for N neurons on a GPU."""
+        tile, binary = self.loaded(N, index, aligned)
+        if len(self._ready) > 1000:
+            self._ready.clear()
+        self._ready[N, index, aligned] = ready = _ready(binary, N, tile)
+        return ready
+
+    def loaded(self, N: int, index: int, aligned: bool) -> tuple[Tile, Any]:
+        """The tile for N neurons on a GPU, and its binary; it is built and loaded first, if need be."""
+        tile = self.tile(N, index, aligned)
+        binary = self._loaded.get((tile, index))
+        if binary is None:
+            binary = self._loaded[tile, index] = self._binary(self.expect(N, index, aligned), tile, index)
+        return tile, binary
+
+    def forget(self, N: int) -> None:
+        """Choose the tile for N neurons again at the next call."""
+        for key in [key for key in self._ready if key[0] == N]:
+            self._ready.pop(key, None)
+        launch_native.renew()
+
+    def tile(self, N: int, index: int, aligned: bool) -> Tile:
+        """The tile that was measured on this kind of GPU, or else the one by `tile_for`."""
+        return self.tiles.get(N, index, aligned) or tile_for(self.plan, N, _processors(index), aligned)
+
+    def expect(self, N: int, index: int, aligned: bool = True) -> Future:
+        """Start to build what a call with N neurons on a GPU needs; the first time, then also what calls of any other size need."""
+        first = self.expect_tile(self.tile(N, index, aligned), index)
+        if index not in self._expected:
+            self._expected.add(index)
+            for tile in self._tiles(index):
+                self.expect_tile(tile, index)
+            if self.plan.longest:
+                _later().submit(self._expect_others, first, self.plan.longest, index)
+        return first
+
+    def _tiles(self, index: int) -> list[Tile]:
+        """Those that calls of all sizes have."""
+        return [tile_for(self.plan, N, _processors(index), aligned) for N, aligned in _CLASSES]
+
+    def _expect_others(self, first: Future, longest: int, index: int) -> None:
+        """The kernels for other numbers of steps, once `first`, for which somebody waits, is built. What fails here is tried
+        again, and raised, by the call that needs it."""
+        wait([first])
+        plans = [dataclasses.replace(self.plan, chunk=chunk) for chunk in chunks(longest)]
+        self._others = [load(plan, render(plan)) for plan in plans if plan != self.plan]
+        for kernel in self._others:
+            for tile in kernel._tiles(index):
+                kernel.expect_tile(tile, index, asked=False)
+
+    def expect_tile(self, tile: Tile, index: int, asked: bool = True) -> Future:
+        """Start to build a tile, once; again if that failed.
+
+        Args:
+            asked: whether somebody waits for it, or will.
+        """
+        key = tile, index
+        with _lock, torch.cuda.device(index):
+            build = self._builds.get(key)
+            taken_over = asked and key in self._unasked and build is not None and build.cancel()
+            if asked:
+                self._unasked.discard(key)
+            if build is None or taken_over or (build.done() and build.exception() is not None):
+                target = _target()
+                if asked:
+                    build = _builders().submit(self.build, tile, target)
+                else:
+                    build = _later().submit(_unless_exiting, self.build, tile, target)
+                    self._unasked.add(key)
+                self._builds[key] = build
+            return build
+
+    def _binary(self, build: Future, tile: Tile, index: int) -> Any:
+        """The binary for a tile, loaded on a GPU; a failed build may be tried again."""
+        try:
+            binary = build.result()
+        except BaseException:  # raised again below, for every caller that waits
+            with _lock:
+                if self._builds.get((tile, index)) is build:
+                    del self._builds[tile, index]
+            raise
+        with _lock, torch.cuda.device(index):
+            binary._init_handles()
+        return binary
+
+    def build(self, tile: Tile, target: Any) -> Any:
+        """Compile for a `GPUTarget`.
+
+        Raises:
+            BuildError: Triton failed.
+        """
+        triton = _triton()
+        kinds = [f"*{STORAGE[a.storage]}" for a in self.plan.arguments]
+        kinds += ["i64"] * (2 * sum(a.kind == "param" for a in self.plan.reads)) + ["i32", "i64"]
+        size = len(kinds) - 1
+        kinds += [*(["i32"] * len(flags(self.plan))), "constexpr", "constexpr"]
+        constants = {(len(kinds) - 2,): tile.block, (len(kinds) - 1,): tile.ahead}
+        even = [i for i, kind in enumerate(kinds) if tile.aligned and (kind[0] == "*" or i == size)]
+        attributes = {(i,): [["tt.divisibility", 16]] for i in even}
+        try:
+            source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
+            options = {"num_warps": tile.warps, "num_stages": 1, **_AS_EAGER}
+            return launch_passes.compile(source, target, options, together=_together(self.plan, tile))
+        except Exception as error:  # whatever a compiler raises
+            raise BuildError(
+                f"Triton failed on `{kernel_name(self.plan)}`: {type(error).__name__}: {str(error)[-2000:]}",
+                hint="Run `flexsn.scan(..., backend='torch')` meanwhile, and report the core: generated source should always build.",
+            ) from error
+
+    def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int, given: Sequence[int]) -> None:
+        block = min(128, 1 << (N - 1).bit_length())
+        addresses([t for t in arrays if t is not None])
+        present = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
+        taken = [t.float() if t.dtype is torch.bfloat16 else t for t in present]  # the interpreter rounds bfloat16 towards zero
+        with _interpreter, warnings.catch_warnings():  # the interpreter's own, and NumPy's on values that GPUs take silently
+            warnings.simplefilter("ignore")
+            self.function[(math.ceil(N / block),)](*taken, *dims, T, N, *given, BLOCK=block, AHEAD=True)
+        for given_one, used in list(zip(present, taken, strict=True))[len(self.plan.reads) :]:
+            if used is not given_one:
+                given_one.copy_(used)
+
+
+def _ready(binary: Any, N: int, tile: Tile) -> tuple:
+    """A launch over N neurons: what launches, the number of programs, the kernel, its metadata, its constants."""
+    launch, between = _compat.triton_launch(binary)
+    return launch, -(-N // tile.block), binary.function, (*between, binary.packed_metadata, None, None, None), (tile.block, tile.ahead)
+
+
+@functools.cache
+def _builders() -> ThreadPoolExecutor:
+    """Threads that build: Triton's passes run without Python's lock."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="flexsn-build")
+
+
+@functools.cache
+def _later() -> ThreadPoolExecutor:
+    """One thread for what nobody waits for: more would keep the program from Python's lock."""
+    return ThreadPoolExecutor(1, thread_name_prefix="flexsn-later")
+
+
+def _unless_exiting(build: Callable[..., Any], *args: Any) -> Any:
+    if _compat.exiting():
+        raise CancelledError
+    return build(*args)
+
+
+def finish_builds() -> None:
+    """Wait until nothing is built for which nobody waits: for measurements."""
+    for _ in range(2):  # what is found to be built goes to the end of the line
+        _later().submit(lambda: None).result()
+
+
+def _target() -> Any:
+    """The current GPU."""
+    return _triton().runtime.driver.active.get_current_target()
+
+
+@functools.cache
+def _gpu_name(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _define(source: str, name: str) -> Any:
+    """The function of generated source; Triton reads the text back through `linecache`."""
+    _triton()
+    key = hashlib.sha256(source.encode()).hexdigest()[:16]
+    file = f"<flexsn {key}>"
+    lines = linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    space: dict[str, Any] = {"__name__": f"flexsn.generated_{key}"}
+    exec(compile(source, file, "exec"), space)
+    weakref.finalize(space[name], _forget, file, lines).atexit = False
+    return space[name]
+
+
+def _forget(file: str, lines: tuple) -> None:
+    """Drop the text of a function that is gone, unless the same text was defined again since."""
+    if linecache.cache.get(file) is lines:
+        del linecache.cache[file]
+
+
+def check_device(device: torch.device) -> str | None:
+    """Why tensors on this device cannot be taken, or None."""
+    if device.type == "cuda" or (device.type == "cpu" and interpreted()):
+        return None
+    return f'backend "triton" runs on NVIDIA GPUs, and the operands are on {device} (on the CPU it runs under TRITON_INTERPRET=1 alone)'
+
+
+def load(plan: Plan, source: str) -> Kernel:
+    """The kernel of a rendered plan; binaries are built when a size needs them.
+
+    Raises:
+        BackendUnavailableError: triton is not installed.
+    """
+    key = (source, tuple(a.storage for a in plan.arguments))  # the text names no dtypes of memory
+    with _lock:
+        kernel = _kernels.get(key)
+        if kernel is None:
+            kernel = _kernels[key] = Kernel(plan, source)
+        return kernel

@@ -1,0 +1,1 @@
+"""What `torch.compile`, export and Inductor see of a call."""

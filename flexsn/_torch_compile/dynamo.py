@@ -1,0 +1,440 @@
+"""How Dynamo, the front end of `torch.compile` and strict export, takes a neuron: as one operator that carries its program.
+
+Dynamo traces the core once, as the body of a higher-order operator: so it guards on every Python value that the core
+reads and lifts every tensor that it captures. The body is then captured as an eager core is, and what enters the
+compiled graph is `flexsn::scan`. All of this stands on private names of Dynamo, seen in 2.11 and 2.13; they are
+imported when `register` is called, which the first compiled call does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .._capture.signature import Signature, core_name, positional_names, step_shape
+from .._capture.source_lines import Replay
+from .._capture.trace import Meta
+from .._ir.graph import HALF
+from .._operator.dtensor import any_dtensor
+from .._operator.fallback import say_once, warn_once
+from .._operator.library import check_backend, choose_backend, text_of
+from .._program.captured import Blueprint, draw
+from .._program.symbolic_sizes import Sizes, exactly, settle_sizes
+from .._torch import core as _compat
+from .._torch import transforms as _compat_transforms
+from .._torch.availability import moved
+from ..errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
+
+
+class Inlined(NamedTuple):
+    """Another higher-order operator: how Dynamo traces a call, in Python.
+
+    Attributes:
+        owned: it takes the first arguments of `core_scan`: a core, its `FlexSN` or None, and tuples of operands.
+    """
+
+    written: Callable[..., Any]
+    owned: bool = False
+
+
+INLINED: dict[str, Inlined] = {}  # by the names of the operators
+
+
+class Body(NamedTuple):
+    """What Dynamo made of a core.
+
+    Attributes:
+        graph: takes operands, and then what the core captures.
+        places: of what it captures, in the list for all bodies of the core.
+    """
+
+    graph: fx.GraphModule
+    places: Sequence[int]
+
+
+def blueprint_of_body(
+    bodies: Sequence[Body], sig: Signature, operands: Sequence[Tensor | None], lifted: Sequence[Any], num_outputs: int | None,
+    differentiate: bool,
+) -> Blueprint:  # fmt: skip
+    """Capture what Dynamo made of a core.
+
+    Args:
+        bodies: for operands of the given dtypes, and for those of the kernel (16-bit floats as float32): a body holds as a
+            constant what the core asks of dtypes.
+        operands: fake input sequences, states (None: a default state) and params; sizes may be symbolic.
+        lifted: what bodies take after them: fake tensors in place of captured tensors, and sizes.
+    """
+    ins, first = sig.num_inputs + sig.num_states, operands[0]
+    assert first is not None
+    device = first.device
+    metas = [None if t is None else Meta(tuple(t.shape[i < sig.num_inputs :]), t.dtype) for i, t in enumerate(operands)]
+    step_shapes = [m.shape for m in metas[:ins] if m is not None]
+    step_shape(sig, step_shapes)  # which sizes must be equal
+    sources = _size_sources(metas[:ins])
+
+    def kind(value: Any) -> Callable[..., Any]:
+        """What makes, for the operands of a run, what the body takes in this place."""
+        if isinstance(value, Tensor):
+            shape, dtype, device, grad = exactly(value.shape), value.dtype, value.device, value.requires_grad
+            stand_in = torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
+            captured[_named(len(captured))] = stand_in
+            return lambda *operands: stand_in
+        if _compat.is_symbolic(value) and _compat.symbol(value) in sources:  # Dynamo passes the sizes of operands
+            i, d = sources[_compat.symbol(value)]
+            return lambda *operands: _compat.size_of(operands[i], d)
+        number = float(value) if isinstance(value, (float, torch.SymFloat)) else int(value)
+        return lambda *operands: number
+
+    with _compat.no_modes():
+        captured: dict[str, Tensor] = {}
+        extras = [kind(value) for value in lifted]
+
+        def core(*operands: Tensor) -> Any:
+            body = bodies[0] if any(t.dtype in HALF for t in operands) else bodies[-1]
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # a `no_grad` inside the core ends in the mode that Dynamo saw
+                return Replay(body.graph).run(*operands, *(extras[place](*operands) for place in body.places))
+
+        def draw_at(sizes: Sizes) -> Blueprint:
+            numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
+            blueprint = draw(core, sig, numbered, device, captured, num_outputs)
+            if differentiate:
+                blueprint.differentiate(core, captured, device)
+            return blueprint
+
+        return settle_sizes(draw_at, step_shapes)
+
+
+def _named(place: int) -> str:
+    """The name of a captured tensor by its place among them; `_place` gives it back."""
+    return f"captured_{place}"
+
+
+def _place(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
+def _size_sources(metas: Sequence[Meta | None]) -> dict[str, tuple[int, int]]:
+    """Where to read each symbolic size: of which operand, in which dim, counted from the last."""
+    found: dict[str, tuple[int, int]] = {}
+    for i, meta in enumerate(metas):
+        for d, n in enumerate(meta.shape if meta else ()):
+            if meta is not None and _compat.is_symbolic(n):
+                found.setdefault(_compat.symbol(n), (i, d - len(meta.shape)))
+    return found
+
+
+def register() -> bool:
+    """Tell Dynamo about flexsn's higher-order operators; once is enough. Raises what a PyTorch that differs raises."""
+    from torch._dynamo.variables import higher_order_ops as dynamo  # 2.11, 2.13
+
+    table: dict[str, Any] = dynamo._hop_name_to_variable_class
+    if "flexsn_core_scan" not in table:
+        table["flexsn_core_scan"] = _core_scan_variable(dynamo)
+    for name, inlined in INLINED.items():
+        if name not in table:
+            table[name] = _inlined_variable(dynamo, name, inlined)
+    return True
+
+
+def _while_tracing(function: Callable) -> Callable:
+    """Dynamo runs it while it traces: as `assume_constant_result`, which would import Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
+    return function
+
+
+@_while_tracing
+def ready() -> bool:
+    """`register`, while Dynamo traces. False where this PyTorch lacks a name for it."""
+    return not moved("torch.compile") and register()
+
+
+@_while_tracing
+def exporting() -> bool:
+    """Whether `torch.export` traces this call. (What Dynamo of 2.11 makes of `is_exporting` is True in every compiled call.)"""
+    return torch.compiler.is_exporting()
+
+
+@_while_tracing
+def refuse_carried(core: str) -> None:
+    raise CarriedStateError(
+        "carries states from an earlier call, which the exported program would hold as constants", core=core,
+        hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) before the export: the program then starts "
+        "where a first call does. For a program that takes its states as inputs, export a module that calls "
+        "`flexsn.scan(core, inputs, states)`.",
+    )  # fmt: skip
+
+
+def _inlined_variable(dynamo: Any, name: str, inlined: Inlined) -> type:
+    class InlinedVariable(dynamo.TorchHigherOrderOperatorVariable):
+        _HOP_NAME = name
+
+        def _call_function(self, tx, args, kwargs):
+            follow = dynamo._make_inlined(tx, inlined.written)
+            if not inlined.owned or args[1].is_python_constant():
+                with _following_a_core(), _keeping_assignments(tx):
+                    return follow(*args, **kwargs)
+            args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
+            _, owner, inputs, states, params, *_ = args
+            owned, before = _owned_proxies(dynamo, tx, owner), set(tx.output.graph.nodes)
+            with _following_a_core(), _keeping_assignments(tx):
+                results = follow(*args, **kwargs)
+            made = [node for node in tx.output.graph.nodes if node not in before]
+            _read_owned(tx, made, owned, [*inputs.items, *states.items, *params.items])
+            return results
+
+    return InlinedVariable
+
+
+def _read_owned(tx: Any, nodes: Sequence[fx.Node], owned: dict[int | None, fx.Proxy], operands: Sequence[Any]) -> None:
+    """Let `nodes`, which Dynamo made of a core, read the tensors that the `FlexSN` owns in place of those that the core captured."""
+    from torch._dynamo.exc import Unsupported
+
+    tracer = tx.output.current_tracer
+    outer = {inner.node: proxy.node for proxy, inner in tracer.lifted_freevars.items() if isinstance(inner, fx.Proxy)}
+    passed = {v.as_proxy().node for v in operands if not v.is_python_constant()}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            own = owned.get(_given(outer.get(source, source)))
+            if own is None or own.node is source:
+                continue
+            own = tracer.maybe_lift_tracked_freevar_to_input(own)
+            if source in passed or _kind(own.node) != _kind(source):
+                raise Unsupported("a core that no kernel expresses, of a copied neuron whose tensors differ in kind: it runs uncompiled")
+            node.replace_input_with(source, own.node)
+
+
+def _constant(variable: Any) -> Any:
+    """The value of a variable of Dynamo, which may hold a number (`num_outputs`) as a symbol: the graph is then for this one."""
+    from torch._dynamo.variables.tensor import SymNodeVariable  # 2.11, 2.13
+
+    return variable.evaluate_expr() if isinstance(variable, SymNodeVariable) else variable.as_python_constant()
+
+
+def _kind(node: fx.Node) -> tuple:
+    """What a trace depends on of a tensor that is read in another's place."""
+    fake = node.meta["example_value"]
+    return fake.shape, fake.stride(), fake.dtype, fake.device, torch.is_grad_enabled() and fake.requires_grad
+
+
+def _core_scan_variable(dynamo: Any) -> type:
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    class CoreScanVariable(dynamo.TorchHigherOrderOperatorVariable):
+        """`core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)`."""
+
+        _HOP_NAME = "flexsn.scan"
+
+        def _call_function(self, tx, args, kwargs):
+            if _compat_transforms.active():
+                raise Unsupported("a core under a `torch.func` transform: the transform runs uncompiled")
+            with torch._dynamo.config.patch(specialize_float=True):  # numbers in a `partial` are constants of the kernel
+                args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
+            core, owner, inputs, states, params, *flags = args
+            sequences, num_outputs, backend, strict = map(_constant, flags)
+            sig = _signature(core, (len(inputs.items), len(states.items), len(params.items)))
+            try:
+                check_backend(backend, sig.core)
+            except BackendError as error:
+                raise _passed_on(error) from None
+            if backend == "torch":
+                return ConstantVariable.create(_without_kernel(tx))
+            counts = sig.num_inputs, sig.num_states, sig.num_params
+            proxies = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
+            fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
+            if any_dtensor(fakes):
+                raise Unsupported("a neuron on DTensors: the call runs uncompiled, between compiled parts")
+            kinds = (False, True) if any(t is not None and t.dtype in HALF for t in fakes) else (False,)
+            found = [_speculate(dynamo, wrap_fx_proxy, tx, core, fakes, sig, self.value, computed=computed) for computed in kinds]
+            captured = {proxy.node: proxy for _, own in found for proxy in own}  # what is known of sizes differs from one to the next
+            places = {node: place for place, node in enumerate(captured)}
+            bodies = [Body(graph, [places[proxy.node] for proxy in own]) for graph, own in found]
+            lifted = list(captured.values())
+            if not owner.is_python_constant():
+                lifted = _owned_by(dynamo, tx, owner, lifted)
+            values = [proxy.node.meta["example_value"] for proxy in lifted]
+            grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*fakes, *values))
+            try:
+                choose_backend(backend, fakes[0].device, sig.core, traced=True)
+                blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
+            except FlexSNError as error:
+                if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
+                    warn_once(instead := _without_kernel(tx), error)
+                    computed = any(p.node.op != "placeholder" for p in proxies[: counts[0]])
+                    if torch.compiler.is_exporting() and torch.is_grad_enabled() and computed:
+                        for fake in fakes:  # the scan's rule for autograd takes no sizes of what the graph computes
+                            exactly(() if fake is None else fake.shape[1:])
+                    return ConstantVariable.create(instead)
+                raise _passed_on(error) from None
+            n, m = counts[0], counts[0] + counts[1]
+            tensors = [p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor)]
+            read = [tensors[_place(name)] for name in blueprint.captured(vjp=grad)]
+            call = (text_of(blueprint, vjp=grad), proxies[:n], proxies[n:m], [*proxies[m:], *read], sequences)
+            return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
+
+    return CoreScanVariable
+
+
+EAGER, SCAN = "the eager loop", "PyTorch's own scan"
+
+
+def _without_kernel(tx: Any) -> str:
+    """What runs a core that no kernel expresses: `SCAN`, but for Inductor and unknown compilers, where a gradient may be asked for.
+
+    Inductor (seen in 2.13) takes the memory that a loop's carried values start in for other results while what the loop
+    returns still lies there. In a forward `scan_operator` returns nothing of these; in a backward they are gradients of
+    captured tensors and first states, and come out wrong.
+    """
+    known = _keeps_gradients(tx) and tx.output.current_tracer.parent is None  # checkpoints have no rule for it
+    right = not torch.is_grad_enabled() or known or torch.compiler.is_exporting()
+    return SCAN if right else EAGER
+
+
+def _keeps_gradients(tx: Any) -> bool:
+    """Whether the compiler of a graph is known to differentiate PyTorch's `scan` right."""
+    return getattr(tx.output.compiler_fn, "__name__", "").startswith(("eager", "aot_eager"))
+
+
+@_while_tracing
+def doubt_gradients(operator: str) -> None:
+    """Say that gradients of a loop, which Dynamo traces, may come out wrong, if they may."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # 2.11, 2.13
+
+    if not torch.compiler.is_exporting() and not _keeps_gradients(InstructionTranslator.current_tx()):
+        say_once(
+            f"gradients may come out wrong: Inductor (seen in PyTorch 2.13) overwrites memory that PyTorch's `{operator}` still needs. "
+            "Train with `flexsn.scan` or `flex_sn_scan`, or compile with `backend='aot_eager'`",
+            RuntimeWarning,
+        )
+
+
+def _passed_on(error: FlexSNError) -> Exception:
+    """The same error, of a class that Dynamo passes on as it is; any other would count as a bug in Dynamo."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError  # 2.11, 2.13
+
+    kind = type(error)
+    both: Any = type(kind.__name__, (kind, UncapturedHigherOrderOpError), {"__module__": kind.__module__})
+    passed = both.__new__(both)
+    UncapturedHigherOrderOpError.__init__(passed, str(error))
+    passed.__dict__.update(vars(error))
+    return passed
+
+
+@contextlib.contextmanager
+def _following_a_core() -> Iterator[None]:
+    """Numbers are constants, of kernels and for PyTorch's `scan`; no warning of Dynamo's own way with autograd functions, which
+    surrogates are (2.11, 2.13)."""
+    with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+        yield
+
+
+@contextlib.contextmanager
+def _keeping_assignments(tx: Any) -> Iterator[None]:
+    """Objects that were assigned to before hold the record of assignments that the trace of a body replaces (2.13): what is assigned to
+    them after it would be lost."""
+    record = tx.output.side_effects
+    yield
+    record.__dict__.update(tx.output.side_effects.__dict__)
+    tx.output.side_effects = record
+
+
+def _speculate(
+    dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, sig: Signature, source: Any, computed: bool = False
+) -> tuple[Any, list]:  # fmt: skip
+    """The core as a graph, for the dtypes of its operands or `computed` ones; and what it captures (proxies outside it)."""
+    steps = [None if t is None else t.shape[1:] if i < sig.num_inputs else t.shape for i, t in enumerate(fakes)]
+    try:
+        shape = step_shape(sig, [s for s in steps[: sig.num_inputs + sig.num_states] if s is not None])
+    except FlexSNError as error:
+        raise _passed_on(error) from None
+    with dynamo.discard_graph_changes(tx):
+        examples = []
+        for size, like in zip(steps, fakes, strict=True):
+            with tx.fake_mode:
+                like = fakes[0] if like is None else like
+                dtype = torch.float32 if computed and like.dtype in HALF else like.dtype
+                fake = torch.empty(shape if size is None else size, dtype=dtype, device=like.device)
+                fake.requires_grad_(torch.is_grad_enabled() and like.is_floating_point())
+            proxy = tx.output.create_proxy("call_function", torch.empty, (0,), {})
+            examples.append(wrap(tx, proxy, example_value=fake))
+    with _following_a_core(), _keeping_assignments(tx):
+        core = dynamo._make_inlined(tx, _with_plain_tuples)(core)
+        _, graph, lifted = dynamo.speculate_subgraph(
+            tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual",
+            supports_input_mutation=False, supports_aliasing=True,
+        )  # fmt: skip
+    return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
+
+
+def _with_plain_tuples(core: Callable) -> Callable:
+    """The core, to return a plain tuple where it returns a named one, which the body of a higher-order operator may not."""
+    return functools.partial(_plainly, core)
+
+
+def _plainly(core: Callable, *operands: Any) -> Any:
+    results = core(*operands)
+    return tuple(results) if isinstance(results, tuple) else results
+
+
+def _owned_by(dynamo: Any, tx: Any, owner: Any, lifted: list) -> list:
+    """In place of tensors that the core captured, those that the `FlexSN` owns under their names."""
+    from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13
+
+    owned = _owned_proxies(dynamo, tx, owner, {_given(proxy.node) for proxy in lifted})
+    for proxy in lifted:
+        given = _given(proxy.node)
+        if given in owned and _given(owned[given].node) != given:  # a copy: the original may be bound anew, and owns another one then
+            install_guard(proxy.node.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
+    return [owned.get(_given(proxy.node), proxy) for proxy in lifted]
+
+
+def _owned_proxies(dynamo: Any, tx: Any, owner: Any, wanted: Collection[int | None] | None = None) -> dict[int | None, fx.Proxy]:
+    """By the `id` of each tensor (each `wanted` one) that the core captured: what the `FlexSN` owns in its place."""
+    from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable
+
+    follow, found = dynamo._make_inlined(tx, _follow), dict[int | None, fx.Proxy]()
+    for given, place in owner.value.captured_places().items():
+        if wanted is None or given in wanted:
+            found[given] = follow(owner, *map(ConstantVariable.create, place)).as_proxy()
+            if _given(found[given].node) == given and owner.source is not None:
+                # The very tensor that the core captured: one input of the graph for both, which Dynamo reads from either place,
+                # and does not compare the two where one is a global.
+                mine, seen = functools.reduce(AttrSource, place, owner.source), found[given].node.meta["grapharg"].source
+                if mine != seen:
+                    install_guard(mine.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=seen)))
+    return found
+
+
+def _given(node: fx.Node) -> int | None:
+    """The `id` of the tensor that a graph is given in this place."""
+    given = node.meta.get("grapharg")
+    return id(given.example) if given is not None and isinstance(given.example, Tensor) else None
+
+
+def _follow(thing: Any, *names: str) -> Any:
+    for name in names:
+        thing = getattr(thing, name)
+    return thing
+
+
+def _signature(core: Any, counts: tuple[int, int, int]) -> Signature:
+    """With the names of the function behind Dynamo's variable, where there is one."""
+    from torch._dynamo.variables.base import VariableTracker  # 2.11, 2.13
+
+    bound = 0
+    while isinstance(inner := getattr(core, "func", None), VariableTracker):  # a partial
+        core, bound = inner, bound + len(getattr(core, "args", ()))
+    fn = next((f for a in ("fn", "value") if callable(f := getattr(core, a, None))), None)
+    names = [n for n in positional_names(fn)[0] if n != "self"][bound:] if fn else []
+    names = [*names, *(f"operand{k}" for k in range(len(names), sum(counts)))][: sum(counts)]
+    return Signature(core_name(fn) if fn else "core", *counts, tuple(names))

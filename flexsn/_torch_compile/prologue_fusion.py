@@ -1,0 +1,287 @@
+"""What a compiled network computes before a neuron, in the neuron's own kernel: a batch norm there is no pass over memory of its own.
+
+Inductor cannot fuse into a kernel that it did not write, so the graph is rewritten before it. Where a short chain of pointwise
+ops makes an input from one tensor of its size, and from smaller ones that are the same at every step, the kernel takes that
+tensor: the chain becomes part of the program, and the smaller tensors are params of it. The core sees the numbers that eager
+PyTorch would compute, rounded at the same places. All of this stands on private names of Inductor, seen in 2.11 and 2.13;
+they are imported on use.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .._capture.signature import Signature
+from .._capture.trace import Meta, Trace
+from .._ir.graph import HALF
+from .._operator.library import KERNEL_OPERATORS, program_from
+from .._program import serialize as text
+from .._program.captured import Blueprint
+from .._torch.availability import moved
+
+aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+_ARITHMETIC = [getattr(getattr(aten, op), kind) for op in ("add", "sub", "mul", "div") for kind in ("Tensor", "Scalar")]
+_OPS = {_CAST, aten.neg.default, *_ARITHMETIC}
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_FLOATS = {*HALF, torch.float32, torch.float64}
+_LONGEST = 12  # ops of a chain, which a backward computes twice
+DEVICES = {"cuda"}  # where that is faster: on a CPU, spreading params over a tile takes longer than the pass over memory
+
+
+class At(NamedTuple):
+    """The value of an earlier place of a chain: its source, then what is smaller, then its steps."""
+
+    place: int
+
+
+class Step(NamedTuple):
+    op: Any
+    args: tuple[Any, ...]  # numbers, and `At` for tensors
+    dtype: torch.dtype
+
+
+class Chain(NamedTuple):
+    """How an input is made from its source."""
+
+    smaller: tuple[Meta, ...]
+    steps: tuple[Step, ...]
+
+
+# --- in the compiled graph --------------------------------------------------------------------------------------------------------
+@functools.cache
+def register() -> None:
+    """Rewrite graphs before Inductor takes them, from now on; not where this PyTorch lacks a name for it."""
+    if moved("batch norms in kernels"):
+        return
+    from torch._inductor.fx_passes.post_grad import pass_patterns  # 2.11, 2.13
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern  # 2.11, 2.13
+
+    for operator in KERNEL_OPERATORS:
+        at_each = register_graph_pattern(CallFunctionVarArgs(operator), pass_dict=pass_patterns[-1])
+        at_each(lambda match, *_, **__: absorb(match.output_node()))
+
+
+def absorb(node: Any) -> None:
+    """Rewrite a call of `flexsn::forward` or `flexsn::backward`, where a chain makes one of its inputs."""
+    for k, made in enumerate(list(node.args[1])):
+        found = _chain_of(made)
+        if found is None:
+            continue
+        chain, source, smaller = found
+        device = made.meta["val"].device
+        program, inputs, states, params, *others = node.args
+        rewritten = with_chain(program, k, chain, program_from(program, device).ops)
+        if rewritten is None:
+            continue
+        longer, names = rewritten
+        backward = node.target is torch.ops.flexsn.backward.default
+        before, after = [list(_params(p, device, backward).values()) for p in (program, longer)]
+        given = dict(zip([n.name for n in before], params, strict=True))
+        with node.graph.inserting_before(node):
+            own = {name: _without_time(q, made) for name, q in zip(names, smaller, strict=True)}
+            inputs = [*inputs[:k], _as_sequence(source, made), *inputs[k + 1 :]]
+        node.args = (longer, inputs, states, [(given | own)[n.name] for n in after], *others)
+        _erase_unused(made)
+
+
+def _params(program: str, device: torch.device, backward: bool) -> dict[str, fx.Node]:
+    made = program_from(program, device)
+    return made.vjp.params if backward else made.params
+
+
+def _chain_of(made: Any) -> tuple[Chain, Any, list[Any]] | None:
+    """How an input is made, from what, and with what; None unless a chain makes it, for this neuron alone."""
+    last = _behind_views(made)
+    if last is None or last.target not in _OPS or made.meta["val"].device.type not in DEVICES:
+        return None
+    whole = last.meta["val"].shape
+    nodes, smaller, source, stack = set[Any](), list[Any](), None, [last]
+    while stack:
+        node = stack.pop()
+        if node in nodes or node in smaller or node is source:
+            continue
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.dtype not in _FLOATS or value.device != made.meta["val"].device:
+            return None
+        if not _equal(value.shape, whole):
+            if value.dtype in HALF or not _same_at_every_step(value.shape, whole):
+                return None
+            smaller.append(node)
+        elif node.target in _OPS and _of_numbers(node) and len(nodes) < _LONGEST:
+            nodes.add(node)
+            stack += node.all_input_nodes
+        elif source is None:
+            source = node
+        else:
+            return None
+    if source is None or source.meta["val"].dtype != made.meta["val"].dtype or not _dense(source.meta["val"]):
+        return None
+    ordered = [n for n in made.graph.nodes if n in nodes]
+    places = {n: At(i) for i, n in enumerate([source, *smaller, *ordered])}
+    steps = [Step(n.target, tuple([places.get(a, a) for a in n.args]), n.meta["val"].dtype) for n in ordered]
+    metas = [Meta(tuple(q.meta["val"].shape[max(0, q.meta["val"].dim() - len(whole) + 1) :]), q.meta["val"].dtype) for q in smaller]
+    return Chain(tuple(metas), tuple(steps)), source, smaller
+
+
+def _behind_views(made: Any) -> Any:
+    """What an input is a view of, as a sequence of steps; None if anything else reads it."""
+    node = made
+    while len(node.users) == 1:
+        twice = node.target is aten.neg.default and node.args[0].target is aten.neg.default  # of `inductor.remade`
+        if twice and len(node.args[0].users) == 1:
+            node = node.args[0].args[0]
+        elif node.target in _VIEWS:
+            node = node.args[0]
+        else:
+            break
+    else:
+        return None
+    shape, inner = made.meta["val"].shape, node.meta["val"].shape[1:]
+    split = len(shape) - len(inner)
+    fits = isinstance(node.meta["val"], Tensor) and split > 0 and _equal(shape[split:], inner)
+    return node if fits and _equal([math.prod(shape[:split])], node.meta["val"].shape[:1]) else None
+
+
+def _equal(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # 2.11, 2.13
+
+    a, b = list(a), list(b)
+    return len(a) == len(b) and all([statically_known_true(m == n) for m, n in zip(a, b, strict=True)])
+
+
+def _same_at_every_step(shape: Iterable[Any], whole: Iterable[Any]) -> bool:
+    """Whether it broadcasts, with sizes that are numbers, and over the first dim."""
+    sizes, dims = list(shape), list(whole)
+    sizes = [1] * (len(dims) - len(sizes)) + sizes
+    return sizes[:1] == [1] and all([type(n) is int and (n == 1 or _equal([n], [m])) for n, m in zip(sizes, dims, strict=True)])
+
+
+def _dense(value: Tensor) -> bool:
+    """Whether the kernel could read it as it lies: steps one after the other, in the order of the dims or with channels last."""
+    dims = list(range(value.dim()))
+    for order in (dims, [*dims[:1], *dims[2:], *dims[1:2]]):
+        strides, expected, inside = [], [], 1
+        for d in reversed(order):
+            n, stride = value.shape[d], value.stride(d)
+            if type(n) is not int or n != 1:
+                strides.append(stride)
+                expected.append(inside)
+            inside = inside * n
+        if _equal(strides, expected):
+            return True
+    return False
+
+
+def _of_numbers(node: Any) -> bool:
+    return not node.kwargs and all([isinstance(a, (fx.Node, torch.dtype)) or type(a) in (int, float) for a in node.args])
+
+
+def _as_sequence(source: Any, made: Any) -> Any:
+    """The source with the shape of the input."""
+    if _equal(source.meta["val"].shape, made.meta["val"].shape):
+        return source
+    view = made
+    while view.target not in _VIEWS:
+        view = view.args[0]
+    return _call(aten.view.default, (source, view.args[1]), source.meta["val"].view(made.meta["val"].shape))
+
+
+def _without_time(smaller: Any, made: Any) -> Any:
+    """Its first dim stands for time, if it has one for every dim of the input."""
+    value = smaller.meta["val"]
+    return _call(aten.squeeze.dim, (smaller, 0), value.squeeze(0)) if value.dim() == made.meta["val"].dim() else smaller
+
+
+def _call(op: Any, args: tuple[Any, ...], value: Tensor) -> fx.Node:
+    graph = next(a for a in args if isinstance(a, fx.Node)).graph
+    node = graph.call_function(op, args)
+    node.meta["val"] = value
+    return node
+
+
+def _erase_unused(node: Any) -> None:
+    if node.op == "call_function" and not node.users:
+        before = node.all_input_nodes
+        node.graph.erase_node(node)
+        for one in before:
+            _erase_unused(one)
+
+
+# --- in the program ---------------------------------------------------------------------------------------------------------------
+def with_chain(program: str, k: int, chain: Chain, ops: int) -> tuple[str, tuple[str, ...]] | None:
+    """A program whose input `k` is made by a chain: it takes the chain's source instead, and what is smaller as further params. Its
+    gradients are those of what the chain makes.
+
+    Args:
+        ops: `Program.ops` of the program.
+
+    Returns:
+        Its text, and the names of the further params; None where the program does not fit.
+    """
+    blueprint = text.read(program, torch.device("cpu"))
+    step, sig = blueprint.step, blueprint.sig
+    fixed = {len(step) - len(m.shape) + d: n for m in chain.smaller for d, n in enumerate(m.shape) if n != 1}
+    if blueprint.metas[k].shape != step or any(d < 0 or step[d] != n for d, n in fixed.items()):
+        return None
+    traces = [t for t in (blueprint.forward, blueprint.vjp) if t is not None]
+    taken = {*sig.names, *[n.name for t in traces for n in t.graph.nodes]}
+    stem = f"before_{k}"
+    while any(name.startswith(stem) for name in taken):
+        stem += "_"
+    names = tuple([f"{stem}_{j}" for j in range(len(chain.smaller))])
+    longer = Blueprint(
+        Signature(sig.core, sig.num_inputs, sig.num_states, sig.num_params + len(names), (*sig.names, *names)),
+        [*blueprint.metas, *chain.smaller], blueprint.outputs, step, blueprint.free_dims - set(fixed),
+        blueprint.forward, blueprint.vjp, ops,
+    )  # fmt: skip
+    for trace in traces:
+        _put_before(trace, k, chain, names, stem, step)
+    return text.write(longer, vjp=longer.vjp is not None), names
+
+
+def _put_before(trace: Trace, k: int, chain: Chain, names: tuple[str, ...], stem: str, step: tuple[int, ...]) -> None:
+    """Make input `k` of a trace from what a chain makes it from."""
+    graph, source = trace.graph, trace.operands[k]
+    line = f"compiled graph: makes {source.meta.get('role')}"  # a comment of the kernel, where lines of the core have theirs
+    users = list(source.users)
+    values, cursor = [source], source
+
+    def add(node: fx.Node, name: str, kind: str, meta: Meta) -> fx.Node:
+        nonlocal cursor
+        node.name, cursor = name, node
+        node.meta.update(kind=kind, line=line, val=torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
+        return node
+
+    def cast(value: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
+        with graph.inserting_after(cursor):
+            return add(graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype}), name, "step", Meta(step, dtype))
+
+    for name, meta in zip(names, chain.smaller, strict=True):
+        with graph.inserting_after(cursor):
+            values.append(add(graph.placeholder(name), name, "static", meta))
+        cursor.meta["role"] = name
+    trace.operands += values[1:]
+    for i, (op, args, dtype) in enumerate(chain.steps):
+        given = [values[a.place] if isinstance(a, At) else a for a in args]
+        name = f"{stem}_step_{i}"
+        if op is _CAST:
+            values.append(cast(given[0], dtype, name))
+            continue
+        with graph.inserting_after(cursor):
+            values.append(add(graph.call_function(op, tuple(given)), name, "step", Meta(step, dtype)))
+    made = values[-1]
+    if made.meta["val"].dtype != source.meta["val"].dtype:
+        made = cast(made, source.meta["val"].dtype, f"{stem}_step")
+    for user in users:
+        user.replace_input_with(source, made)
+    trace.returns = [made if n is source else n for n in trace.returns]
+    if trace.grads:
+        place = len(trace.operands) - len(names)
+        trace.grads[place:place] = [None] * len(names)

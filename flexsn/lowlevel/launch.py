@@ -1,0 +1,268 @@
+"""Run multi-step kernels on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture.signature import DTYPES
+from .._operator.call import Launch
+from .._runtime.layout import narrow, rows, unbroadcast
+from ..errors import DeviceMismatchError, OperandCountError, OperandTypeError, SequenceLengthError, UnsupportedDtypeError
+from .info import FlexSNInfo, Shape, check_narrow, dtypes, return_shape, step_shape
+from .kernels import StepKernel
+from .render import saved_roles
+
+
+def flexsn_inference(f: StepKernel, info: FlexSNInfo, *args: Tensor | None) -> tuple[Tensor, ...]:
+    """Outputs and states of every step.
+
+    Args:
+        f: a kernel of `get_flexsn_inference_kernel` or `build_inference_kernel`.
+        args: input sequences `[T, *shape]`, then initial states `[*shape]`; states that are None or left out are zeros.
+            Other dtypes than those the kernel was built for are cast to them.
+
+    Returns:
+        Output sequences, then state sequences, `[T, *shape]`; with `T == 0` they are empty.
+
+    Raises:
+        ValueError: operands that do not fit in number, T, shape or device, or a kernel of another kind.
+    """
+    _expect(f, "inference")
+    return _forward(f, info, args, info.num_returns)[0]
+
+
+def flexsn_inference_final_state(f: StepKernel, info: FlexSNInfo, *args: Tensor | None) -> tuple[Tensor, ...]:
+    """Output sequences `[T, *shape]`, then final states `[*shape]`, in the dtypes of the initial states.
+
+    With `T == 0` the outputs are empty and the final states copies of the initial ones. Otherwise as `flexsn_inference`.
+    """
+    _expect(f, "final")
+    outputs, finals = _forward(f, info, args, info.num_outputs)
+    return (*outputs, *finals)
+
+
+def flexsn_forward(f: StepKernel, info: FlexSNInfo, *args: Tensor | None) -> tuple[Tensor, ...]:
+    """All that the kernel returns, `[T, *shape]`: outputs, state sequences, intermediates. Otherwise as `flexsn_inference`."""
+    return forward_and_finals(f, info, args)[0]
+
+
+def flexsn_backward(
+    f: StepKernel, info: FlexSNInfo, *args: Tensor | None, input_templates: Sequence[Tensor] | None = None,
+    state_templates: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of input sequences `[T, *shape]`, then of initial states `[*shape]`.
+
+    Args:
+        f: a kernel of `get_flexsn_backward_kernel` or `build_training_kernels`.
+        args: cotangents of output sequences, then of state sequences, each possibly None; then what `flexsn_forward` saved,
+            `[returns[i] for i in info.c2k_return_mapping]`.
+        input_templates: tensors like the input sequences: their gradients take shape, dtype and device from them.
+        state_templates: the same for the initial states. By default gradients follow the first cotangent of an output, and the
+            state sequences' cotangents.
+
+    Returns:
+        The gradients; zeros if all cotangents are None or `T == 0`.
+
+    Raises:
+        ValueError: no template where one is needed (every cotangent that it would follow is None, or there are several inputs), a wrong
+            number of templates, or operands that do not fit.
+    """
+    _expect(f, "backward")
+    count = info.num_returns
+    if len(args) != count + len(info.c2k_return_mapping):
+        raise OperandCountError(f"{len(args)} arguments for {count} cotangents and {len(info.c2k_return_mapping)} saved tensors")
+    grads = [_checked(t, "cotangent") for t in args[:count]]
+    saved = [_required(t, "saved tensor") for t in args[count:]]
+    inputs = input_likes(info, grads, input_templates)
+    states = state_likes(info, grads, state_templates)
+    return tuple(backward(f, info, grads[: info.num_outputs], grads[info.num_outputs :], [None] * info.num_states, saved, inputs, states))
+
+
+def flexsn_backward_ncl_bucket(ncl: int) -> int:
+    """The size class, 0 to 4, of a step of `ncl` neurons; bounds 2^12, 2^17, 2^20, 2^23, inclusive."""
+    return sum(ncl > bound for bound in (1 << 12, 1 << 17, 1 << 20, 1 << 23))
+
+
+def forward_and_finals(f: StepKernel, info: FlexSNInfo, args: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """What `flexsn_forward` returns, and the final states."""
+    _expect(f, "forward")
+    return _forward(f, info, args, info.num_fwd_kernel_returns)
+
+
+# --- forward -----------------------------------------------------------------------------------------------------------------------
+def operands(info: FlexSNInfo, args: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None], int, Shape]:
+    """Input sequences, initial states, T and the step shape of a call, checked."""
+    least, most = info.num_inputs, info.num_inputs + info.num_states
+    if not least <= len(args) <= most or least < 1:
+        raise OperandCountError(f"{len(args)} operands for {info.num_inputs} inputs and {info.num_states} states")
+    inputs = [_required(t, "input") for t in args[:least]]
+    states = [_checked(t, "state") for t in args[least:]] + [None] * (most - len(args))
+    for x in inputs:
+        if x.dim() == 0 or x.shape[0] != inputs[0].shape[0]:
+            raise SequenceLengthError(f"input sequences [T, *shape] of shapes {', '.join(str(list(t.shape)) for t in inputs)}")
+    shapes = [tuple(x.shape[1:]) for x in inputs] + [tuple(v.shape) for v in states if v is not None]
+    _same_device([*inputs, *states])
+    step = step_shape(info, shapes)
+    check_narrow(info, [*(tuple(x.shape[1:]) for x in inputs), *(None if v is None else tuple(v.shape) for v in states)], step)
+    return inputs, states, inputs[0].shape[0], step
+
+
+def return_metas(
+    info: FlexSNInfo, inputs: Sequence[Tensor], states: Sequence[Tensor | None], step: Shape
+) -> list[tuple[Shape, torch.dtype]]:
+    """Step shapes and dtypes of the kernel's returns."""
+    kinds = dtypes(info, _given(inputs, states))
+    return [(return_shape(info, j, step), kinds[f"y{j}"]) for j in range(info.num_fwd_kernel_returns)]
+
+
+def final_metas(
+    info: FlexSNInfo, inputs: Sequence[Tensor], states: Sequence[Tensor | None], step: Shape
+) -> list[tuple[Shape, torch.dtype]]:
+    """Step shapes and dtypes of the final states: an initial one sets its dtype, and at `T == 0` its shape."""
+    kinds = dtypes(info, _given(inputs, states))
+    found: list[tuple[Shape, torch.dtype]] = []
+    for k, v in enumerate(states):
+        shape = return_shape(info, info.num_outputs + k, step)
+        empty_call = v is not None and inputs[0].shape[0] == 0
+        found.append((tuple(v.shape) if v is not None and empty_call else shape, kinds[f"v{k}"] if v is None else v.dtype))
+    return found
+
+
+def _given(inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> dict[str, torch.dtype]:
+    return {f"x{k}": x.dtype for k, x in enumerate(inputs)} | {f"v{k}": v.dtype for k, v in enumerate(states) if v is not None}
+
+
+def _forward(f: StepKernel, info: FlexSNInfo, args: Sequence[Tensor | None], count: int) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """The first `count` of the kernel's returns, and the final states."""
+    inputs, states, T, step = operands(info, args)
+    device, metas = inputs[0].device, return_metas(info, inputs, states, step)[:count]
+    finals = final_metas(info, inputs, states, step)
+    if T == 0:
+        ends = [torch.zeros(s, dtype=d, device=device) if v is None else _copy(v) for v, (s, d) in zip(states, finals, strict=True)]
+        return tuple([torch.empty((0, *shape), dtype=dtype, device=device) for shape, dtype in metas]), ends
+    arrays = {f"x{k}": x for k, x in enumerate(inputs)} | {f"v{k}": v for k, v in enumerate(states) if v is not None}
+    written = _launch(f, arrays, T, step, device, ())
+    returns = [narrow(written[f"y{j}"], (T, *shape), 1) for j, (shape, _) in enumerate(metas)]
+    ends = [narrow(written[f"v{k}"], shape, 0).to(dtype) for k, (shape, dtype) in enumerate(finals)]
+    return tuple(returns), ends
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+# --- backward ----------------------------------------------------------------------------------------------------------------------
+def input_likes(info: FlexSNInfo, grads: Sequence[Tensor | None], templates: Sequence[Tensor] | None) -> list[Tensor]:
+    """Tensors like the input sequences."""
+    if templates is not None:
+        if len(templates) != info.num_inputs:
+            raise OperandCountError(f"{len(templates)} input templates for {info.num_inputs} inputs")
+        return [_required(t, "input template") for t in templates]
+    if info.num_inputs > 1:
+        raise OperandCountError(f"{info.num_inputs} inputs need `input_templates`")
+    like = next((g for g in grads[: info.num_outputs] if g is not None), None)
+    if like is None:
+        raise OperandCountError("without a cotangent of an output, `input_templates` are needed")
+    return [like]
+
+
+def state_likes(info: FlexSNInfo, grads: Sequence[Tensor | None], templates: Sequence[Tensor] | None) -> list[Tensor]:
+    """Tensors like the initial states."""
+    if templates is not None:
+        if len(templates) != info.num_states:
+            raise OperandCountError(f"{len(templates)} state templates for {info.num_states} states")
+        return [_required(t, "state template") for t in templates]
+    likes = [g.new_empty(()).expand(g.shape[1:]) for g in grads[info.num_outputs :] if g is not None and g.dim() > 0]
+    if len(likes) != info.num_states:
+        raise OperandCountError("where a state sequence has no cotangent, `state_templates` are needed")
+    return likes
+
+
+def backward(
+    f: StepKernel, info: FlexSNInfo, outputs: Sequence[Tensor | None], sequences: Sequence[Tensor | None],
+    finals: Sequence[Tensor | None], saved: Sequence[Tensor], inputs: Sequence[Tensor], states: Sequence[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients like `inputs` and `states`.
+
+    Args:
+        outputs: cotangents of output sequences.
+        sequences: cotangents of state sequences.
+        finals: cotangents of final states.
+        saved: what `flexsn_forward` saved.
+    """
+    steps = [g for g in (*outputs, *sequences) if g is not None]
+    if any(t.dim() == 0 for t in (*steps, *saved, *inputs)):
+        raise SequenceLengthError("cotangents, saved tensors and input templates are sequences [T, *shape]")
+    lengths = {g.shape[0] for g in (*steps, *inputs)}
+    if len(lengths) > 1:
+        raise SequenceLengthError(f"cotangents and input templates differ in T: {sorted(lengths)}")
+    _same_device([*steps, *finals, *saved])
+    T = inputs[0].shape[0]
+    known = [*steps, *(g for g in finals if g is not None)]
+    if T == 0 or not known:
+        ends = [torch.zeros(v.shape, dtype=v.dtype, device=v.device) for v in states]
+        for k, final in enumerate(finals):
+            ends[k] = ends[k] if final is None else ends[k] + final.to(ends[k])
+        return [*(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in inputs), *ends]
+    if any(t.shape[0] != T for t in saved):
+        raise SequenceLengthError(f"a saved tensor has another T than the {T} of the cotangents")
+    shapes = [tuple(t.shape[1:]) for t in (*steps, *saved, *inputs)] + [tuple(v.shape) for v in states]
+    step = step_shape(info, shapes)
+    arrays = dict(zip(saved_roles(info), saved, strict=True))
+    for prefix, cotangents in (("gy", outputs), ("gs", sequences), ("gv", finals)):
+        arrays |= {f"{prefix}{k}": g for k, g in enumerate(cotangents) if g is not None}
+    present = tuple(sorted([r for r in arrays if r[:2] in ("gy", "gs")]))
+    written = _launch(f, arrays, T, step, known[0].device, present)
+    found = [(written.get(f"gx{k}"), x, 1) for k, x in enumerate(inputs)] + [(written.get(f"gv{k}"), v, 0) for k, v in enumerate(states)]
+    return [_gradient(grad, like, leading) for grad, like, leading in found]
+
+
+def _gradient(grad: Tensor | None, like: Tensor, leading: int) -> Tensor:
+    if grad is None:
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    return unbroadcast(grad, tuple(like.shape), leading).to(like.device, like.dtype)
+
+
+# --- launch -------------------------------------------------------------------------------------------------------------------------
+def _launch(
+    f: StepKernel, arrays: Mapping[str, Tensor], T: int, step: Shape, device: torch.device, present: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Run a kernel; returns what it wrote, by role."""
+    with torch.no_grad():
+        kinds = {r: t.dtype for r, t in arrays.items()}
+        loaded = f.load(device, kinds, present)
+        taken = {a.role: a for a in loaded.plan.reads if a.role in arrays}
+        launch = Launch(loaded, device, T, step, 0, tuple(taken))
+        operands = [rows(arrays[r].to(a.storage), step, int(a.kind == "sequence")) for r, a in taken.items()]
+        return dict(zip(launch.places, launch(operands, f.params(device)), strict=True))
+
+
+def _expect(f: Any, kind: str) -> None:
+    if getattr(f, "kind", kind) != kind:
+        raise OperandTypeError(f"needs a kernel of kind `{kind}` and was given {f!r}")
+
+
+def _checked(tensor: Any, what: str) -> Tensor | None:
+    if tensor is not None and not isinstance(tensor, Tensor):
+        raise OperandTypeError(f"{what} must be a tensor, not {type(tensor).__name__}")
+    if tensor is not None and tensor.dtype not in DTYPES:
+        raise UnsupportedDtypeError(f"{what} has dtype {tensor.dtype}")
+    return tensor
+
+
+def _required(tensor: Any, what: str) -> Tensor:
+    if tensor is None:
+        raise OperandTypeError(f"{what} is None")
+    checked = _checked(tensor, what)
+    assert checked is not None
+    return checked
+
+
+def _same_device(tensors: Sequence[Tensor | None]) -> None:
+    devices = {t.device for t in tensors if t is not None}
+    if len(devices) > 1:
+        raise DeviceMismatchError(f"operands lie on different devices: {', '.join(sorted(map(str, devices)))}")

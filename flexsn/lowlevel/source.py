@@ -1,0 +1,199 @@
+"""From a flat ATen graph to the closed op set, and to the text of one step in Triton.
+
+An ATen graph is replayed as a core: recorded, decomposed and lowered by the stages of `flexsn.scan`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._capture.signature import Signature
+from .._capture.trace import Meta, trace
+from .._codegen.language import safe
+from .._codegen.triton import IMPORTS, render_step
+from .._ir.graph import Builder, Node
+from .._ir.lowering import lower
+from .._program.compiled import _static_module
+from .._runtime.triton_kernel import _define
+from .._torch.availability import require
+from ..errors import CannotFuseError, UnsupportedOpError
+from .graphs import output_values
+from .info import meta_of
+
+
+class Closed:
+    """A step graph over the closed op set.
+
+    Attributes:
+        graph: inputs and outputs by role; what depends on captured tensors alone comes in as `p*`.
+        given: roles of its results; None where there is none.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, name: str, roles: Sequence[str], results: Sequence[str], carried: Mapping[str, torch.dtype],
+        device: torch.device | None = None, numbers: bool = False,
+    ):  # fmt: skip
+        """Close an ATen graph.
+
+        Args:
+            roles: of its arguments.
+            results: of what it returns.
+            carried: dtypes of the roles that go from step to step.
+            device: whose eager rules hold; by default that of the first argument.
+            numbers: write captured tensors of one element as numbers, and refuse others.
+
+        Raises:
+            UnsupportedOpError: an op that no kernel expresses, by name.
+            BackendUnavailableError: an internal interface of PyTorch has moved.
+        """
+        require("fused kernels")
+        self._constants = {n.target: _attribute(graph, n.target) for n in graph.nodes if n.op == "get_attr"}
+        leaves = graph.find_nodes(op="placeholder")
+        names = [*(n.name for n in leaves), *(f"captured_{target}" for target in self._constants)]
+        sig = Signature(name, len(leaves), 0, len(self._constants), tuple(names))
+        metas = [*map(meta_of, leaves), *(Meta(tuple(t.shape), t.dtype) for t in self._constants.values())]
+        self._names = names[len(leaves) :]
+        kept = {role: n for role, n in zip(results, output_values(graph), strict=True) if isinstance(n, fx.Node)}
+        self.given = [role if role in kept else None for role in results]
+        device = device or example_device(graph)
+
+        def replay(*operands: Tensor) -> list[Tensor]:
+            return _replay(graph, operands[: len(leaves)], dict(zip(self._constants, operands[len(leaves) :], strict=True)), kept)
+
+        try:
+            recorded = trace(replay, sig, metas, device, {}, vjp=False)
+            ins = dict(zip(roles, recorded.operands, strict=False))
+            outs = dict(zip(kept, recorded.returns, strict=True))
+            self.graph, statics = lower(name, ins, outs, dict(carried), device)
+            self._prologue = _static_module(recorded, statics, {})
+            if numbers and statics:
+                for role, value in self.params().items():
+                    statics[role].meta["uniform"] = _number(value, name)
+                self.graph, _ = lower(name, ins, outs, dict(carried), device)
+        except CannotFuseError as error:
+            if isinstance(error, UnsupportedOpError):
+                raise
+            raise UnsupportedOpError(error.reason, core=name, hint=error.hint) from error
+
+    def params(self) -> dict[str, Tensor]:
+        """The values of `p*`, computed from the captured tensors as they are now."""
+        if not self._constants:
+            return {}
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return self._prologue(dict(zip(self._names, [t.detach() for t in self._constants.values()], strict=True)))
+
+    def carry(self, role: str, source: str, dtype: torch.dtype) -> None:
+        """Add a result: another one, in the dtype in which it goes to the next step."""
+        node = self.graph.outputs[source]
+        if node.dtype != dtype:
+            last, node = node, Node("convert", (node,), dtype, f"{role}_next")
+            if last.op == "const":
+                node = Builder(self.graph.core).const(last.value, dtype)
+            else:
+                self.graph.nodes.append(node)
+        self.graph.outputs[role] = node
+
+    def zero(self, role: str, dtype: torch.dtype) -> None:
+        """Add a result that is always zero."""
+        self.graph.outputs[role] = Builder(self.graph.core).const(0, dtype)
+
+
+def example_device(graph: fx.Graph) -> torch.device:
+    """Of the examples that a graph was captured with."""
+    vals = [n.meta.get("val") for n in graph.find_nodes(op="placeholder")]
+    return next((v.device for v in vals if isinstance(v, Tensor)), torch.device("cpu"))
+
+
+def _attribute(graph: fx.Graph, target: Any) -> Tensor:
+    value: Any = graph.owning_module
+    for part in str(target).split("."):
+        value = getattr(value, part, None)
+    if not isinstance(value, Tensor):
+        raise UnsupportedOpError(f"the graph reads `{target}`, which is no tensor of its module")
+    return value
+
+
+def _replay(graph: fx.Graph, operands: Sequence[Tensor], constants: Mapping[str, Tensor], kept: Mapping[str, fx.Node]) -> list[Tensor]:
+    """Run a graph node by node."""
+    env: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        args: Any = fx.map_arg(node.args, env.__getitem__)
+        kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
+        if node.op == "get_attr":
+            env[node] = constants[node.target]
+        elif node.op == "call_function":
+            env[node] = node.target(*args, **kwargs)
+        elif node.op == "call_method":
+            env[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+        elif node.op == "call_module":
+            raise UnsupportedOpError(f"the graph calls module `{node.target}`; flat ATen graphs are taken")
+    return [env[node] for node in kept.values()]
+
+
+def _number(value: Tensor, name: str) -> Any:
+    if value.numel() != 1:
+        raise UnsupportedOpError(
+            f"reads a captured tensor of shape {list(value.shape)}, and the source of a step holds numbers only", core=name,
+            hint="Pass it as an input or a state, or build kernels from the core.",
+        )  # fmt: skip
+    return value.item()
+
+
+# --- text ------------------------------------------------------------------------------------------------------------------------
+def generate_triton_code_str(graph: fx.Graph, fn_name: str) -> tuple[str, str]:
+    """The `@triton.jit` function of one step: the graph's arguments to its returns, as values of a block of neurons.
+
+    16-bit floats are computed in float32 and rounded after every op, as in eager. A returned None is a zero.
+
+    Returns:
+        The source, and the name of its function: `fn_name` and a hash of the source.
+
+    Raises:
+        UnsupportedOpError: an op outside the closed set, by name; a `NotImplementedError`.
+    """
+    name = safe(fn_name).replace(".", "_")
+    name = name if name.isidentifier() else f"core_{name}"
+    roles = [f"x{k}" for k, _ in enumerate(graph.find_nodes(op="placeholder"))]
+    results = [f"y{k}" for k, _ in enumerate(output_values(graph))]
+    closed = Closed(graph, fn_name, roles, results, {}, numbers=True)
+    digest = hashlib.sha256(render_step(closed.graph, name, roles, closed.given).encode()).hexdigest()[:12]
+    unique = f"{name}_{digest}"
+    return render_step(closed.graph, unique, roles, closed.given), unique
+
+
+_lock = threading.Lock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as the standard library does
+_loaded: MutableMapping[tuple[str, str], Any] = weakref.WeakValueDictionary()
+
+
+def compile_triton_code_str(source: str, kernel_name: str) -> Any:
+    """The function `kernel_name` of a source, loaded; the same source gives the same object, while that is held.
+
+    Raises:
+        ValueError: the source defines no such function.
+        BackendUnavailableError: triton is not installed; a `RuntimeError`.
+    """
+    key = (source, kernel_name)
+    with _lock:
+        function = _loaded.get(key)
+        if function is None:
+            if not re.search(rf"^def {re.escape(kernel_name)}\(", source, re.MULTILINE):
+                raise ValueError(f"the source defines no function `{kernel_name}`")
+            function = _loaded[key] = _define(complete(source), kernel_name)
+        return function
+
+
+def complete(source: str) -> str:
+    """A source with the imports of generated ones, if it has none of its own."""
+    return source if re.search(r"^(import|from) ", source, re.MULTILINE) else "\n".join([*IMPORTS, "", "", source])
