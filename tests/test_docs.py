@@ -240,8 +240,8 @@ def test_own_neuron_runs():
 
 @pytest.mark.slow
 def test_add_an_op(tmp_path):
-    """The row of the page, added to a copy of the package, is all that its core needs."""
-    row, use = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add_an_op.md").read_text(), flags=re.DOTALL)
+    """The lines of the page, added to a copy of the package, are all that its core needs."""
+    rows, use = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add_an_op.md").read_text(), flags=re.DOTALL)
     shutil.copytree(ROOT / "flexsn", tmp_path / "flexsn")
     (tmp_path / "neuron.py").write_text(use)
 
@@ -250,8 +250,10 @@ def test_add_an_op(tmp_path):
         return subprocess.run([sys.executable, "neuron.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
     assert "`special_bessel_j0` has no rule in the closed op set" in run().stderr
-    with (tmp_path / "flexsn" / "_ir" / "ops.py").open("a") as opset:
-        opset.write(row)
+    parts = re.split(r"# flexsn/(\w+/\w+\.py).*\n", rows)[1:]
+    for name, lines in zip(parts[::2], parts[1::2], strict=True):
+        with (tmp_path / "flexsn" / name).open("a") as file:
+            file.write(lines)
     done = run()
     assert done.returncode == 0, done.stderr
 

@@ -17,6 +17,7 @@ import flexsn
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._codegen import cpp as render_cpp
+from flexsn._codegen.cpp_ops import TEXTS
 from flexsn._ir.ops import OPS
 from flexsn._operator import autograd as doors
 from flexsn._program import compiled as compiling
@@ -167,12 +168,12 @@ def small_case(text, op=None, dtype=torch.float32, values=None):
 
 
 def fault_in_an_op(monkeypatch):
-    monkeypatch.setitem(OPS, "floor", OPS["floor"].__class__(**{**OPS["floor"].__dict__, "cpp": "flexsn::trunc({0})"}))
+    monkeypatch.setitem(TEXTS, "floor", "flexsn::trunc({0})")
     return small_case("{0}.floor()"), "forward"
 
 
 def fault_in_a_function(monkeypatch):
-    monkeypatch.setitem(OPS, "tanh", OPS["tanh"].__class__(**{**OPS["tanh"].__dict__, "cpp": "flexsn::tanh({0}) * {T}(1.000002)"}))
+    monkeypatch.setitem(TEXTS, "tanh", "flexsn::tanh({0}) * {T}(1.000002)")
     oracle._singles.cache_clear()
     oracle._single.cache_clear()
     return small_case("{0}.tanh()"), "op"
@@ -228,7 +229,7 @@ def test_a_fault_is_found(fault, monkeypatch):
 @pytest.mark.slow
 def test_a_failure_shrinks_to_a_program_that_shows_it(monkeypatch, tmp_path):
     """A fault in one op, in a long core with many operands: one line is left, and the program runs."""
-    monkeypatch.setitem(OPS, "floor", OPS["floor"].__class__(**{**OPS["floor"].__dict__, "cpp": "flexsn::trunc({0})"}))
+    monkeypatch.setitem(TEXTS, "floor", "flexsn::trunc({0})")
     labels = (f"{SEED}/{k}" for k in range(1000))
     case = next(c for c in map(generate.generate, labels) if "floor" in {line.op for line in c.lines} and len(c.lines) > 8 and faulty(c))
     small = campaign.smallest(case, check(case), seconds=600)

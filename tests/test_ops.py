@@ -1,6 +1,8 @@
 """Ops: every closed op and every composite against eager, on hard values, mixed dtypes, and op_db's samples."""
 
 import functools
+import importlib
+import string
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from flexsn._ir.graph import Builder, interpret
 from flexsn._ir.ops import OPS
 from flexsn._plan import plan
 from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._runtime.backends import BACKENDS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
@@ -103,6 +106,21 @@ def all_ops(dtype):
             outputs[f"y{len(names)}"] = b.convert(leaf(grids[next(iter(grids))][0]), target)
             names.append(f"convert to {target}")
     return b.graph(outputs), inputs, names
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_every_language_writes_every_closed_op(language):
+    """The table of a language has an expression for each op, of its arguments and the type of the result alone."""
+    table = importlib.import_module(f"flexsn._codegen.{language}_ops").TEXTS
+    assert set(table) == set(OPS)
+    for name, text in table.items():
+        for one in text.values() if isinstance(text, dict) else [text]:
+            fields = {field for _, field, _, _ in string.Formatter().parse(one) if field is not None}
+            assert {f for f in fields if f != "T"} == {str(i) for i in range(OPS[name].arity)}, name
+
+
+def test_every_backend_has_a_table_of_ops():
+    assert {p.stem.removesuffix("_ops") for p in Path(render_cpp.__file__).parent.glob("*_ops.py")} == set(BACKENDS)
 
 
 def test_every_closed_op_is_tested():

@@ -15,8 +15,8 @@ from collections.abc import Container, Sequence
 import torch
 
 from .._ir.graph import Graph, Node
-from .._ir.ops import OPS
 from .._plan.plan import Array, Plan
+from .cpp_ops import NEEDS, TEXTS
 from .language import Language, safe, title
 
 STORAGE = {
@@ -37,7 +37,7 @@ def render(plan: Plan) -> str:
 
 def _header(plan: Plan) -> list[str]:
     graphs = [g for g in (plan.step, plan.advance) if g is not None]
-    uses = sorted({line for g in graphs for n in g.nodes for line in (OPS[n.op].use or "").splitlines()})
+    uses = sorted({line for g in graphs for n in g.nodes for line in NEEDS.get(n.op, ())})
     includes = [u for u in uses if u[0] == "#"]
     macros = [u for u in uses if u[0] != "#"]
     return [
@@ -109,7 +109,7 @@ def float32(value: float) -> float:
 
 
 _CPP = Language(
-    template=lambda node: OPS[node.op].cpp, types=COMPUTE, rounding=_ROUND, constant=lambda node, _: literal(node),
+    template=lambda node: TEXTS[node.op], types=COMPUTE, rounding=_ROUND, constant=lambda node, _: literal(node),
     declare="const {type} {name} = {text};", comment="//",
 )  # fmt: skip
 

@@ -21,11 +21,11 @@ from collections.abc import Callable, Container, Sequence
 import torch
 
 from .._ir.graph import HALF, Graph, Node, reachable
-from .._ir.ops import OPS
 from .._plan.plan import Array, Plan
 from .._version import __version__
 from .cpp import float32
 from .language import Language, safe, title
+from .triton_ops import TEXTS
 
 STORAGE = {
     torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1",
@@ -82,7 +82,7 @@ def _header(plan: Plan) -> list[str]:
 def _template(node: Node, fast: Container[Node] = ()) -> str:
     if node.op == "convert":
         return _convert(node.args[0].dtype, node.dtype)
-    text = OPS[node.op].triton
+    text = TEXTS[node.op]
     if isinstance(text, str):
         return text
     kind = COMPUTE[node.args[-1].dtype].removeprefix("tl.").replace("int1", "bool")
