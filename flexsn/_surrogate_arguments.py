@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._torch import transforms as _compat_transforms
+from ._torch.transforms import is_plain
 from .errors import ArgumentError, OperandTypeError, ParamGradientError
 
 
@@ -77,7 +77,7 @@ def _check_tensors(spike: str, rules: dict[str, Rule], settings: dict[str, Any])
     if torch.compiler.is_dynamo_compiling():
         return
     for name, value in settings.items():
-        if isinstance(value, Tensor) and rules[name].broadcasts and _compat_transforms.is_plain(value):
+        if isinstance(value, Tensor) and rules[name].broadcasts and is_plain(value):
             for number in value.detach().flatten().tolist():
                 if not rules[name].holds(number):
                     raise ArgumentError(f"{spike} needs {name} to be {rules[name].words}, but the tensor has a value of {number!r}")

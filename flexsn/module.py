@@ -27,8 +27,8 @@ from ._operator.checkpointed import Within, enter, starts_anew
 from ._operator.dispatch import run_core
 from ._operator.library import carry, check_backend
 from ._operator.owner import CoreOwner, Tensors, free_names
-from ._torch import core as _compat
-from ._torch import transforms as _compat_transforms
+from ._torch.autograd import current_backward
+from ._torch.transforms import is_wrapped, transforms_active
 from ._torch_compile.core_scan import compile_core
 from ._torch_compile.dynamo import exporting, refuse_carried
 from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, StaleStateError
@@ -260,7 +260,7 @@ class FlexSN(CoreOwner):
     def reset(self) -> None:
         """Forget the carried states; the next call starts where `start_states` says."""
         if not torch.compiler.is_dynamo_compiling():
-            backward = _compat.current_backward()
+            backward = current_backward()
             if backward >= 0 and self.stateful:
                 enter(self, backward).anew = False
             else:
@@ -288,9 +288,9 @@ class FlexSN(CoreOwner):
 
     def _refuse_stale(self) -> None:
         """What a transform left has no values to detach, copy or cast."""
-        if torch.compiler.is_dynamo_compiling() or self.states is None or _compat_transforms.active():
+        if torch.compiler.is_dynamo_compiling() or self.states is None or transforms_active():
             return
-        if any(map(_compat_transforms.is_wrapped, self.states)):
+        if any(map(is_wrapped, self.states)):
             raise StaleStateError(
                 "carries states that were left by a transform that has ended, and have no values", core=core_name(self.core),
                 hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) after transforming it.",

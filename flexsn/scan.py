@@ -13,7 +13,7 @@ from ._capture import reads_look
 from ._capture.signature import core_name, make_signature
 from ._operator.dispatch import look, run_core
 from ._operator.streaming import in_pieces, scan_pieces
-from ._torch import core as _compat
+from ._torch.compiling import outside_dynamo
 from ._torch_compile.core_scan import compile_core
 from .errors import OperandTypeError, PiecesError
 
@@ -77,7 +77,7 @@ def scan(
     return ScanResult(tuple(outputs), tuple(sequences if store_state_seqs else finals))
 
 
-@_compat.outside_dynamo("a sequence in pieces")
+@outside_dynamo("a sequence in pieces")
 def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **options) -> ScanResult:
     if not any(map(in_pieces, inputs)):
         raise PiecesError("`reduce` is given, but no input is in pieces", core=core_name(core), hint="Write `inputs=(x.split(length),)`.")

@@ -14,7 +14,7 @@ import torch
 import flexsn
 from flexsn import lowlevel
 from flexsn._torch import availability as interfaces
-from flexsn._torch import core as _compat
+from flexsn._torch.compiling import unseen_by_dynamo
 from flexsn.errors import BackendUnavailableError, InterfaceWarning
 
 ROOT = Path(flexsn.__file__).parent.parent
@@ -234,4 +234,4 @@ def test_functions_that_dynamo_cannot_be_told_of_stay_as_they_are(monkeypatch, n
 
     monkeypatch.delattr(eval_frame, name)
     function = lambda: 7
-    assert _compat.unseen_by_dynamo(function) is function and function() == 7
+    assert unseen_by_dynamo(function) is function and function() == 7

@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexsn
 from flexsn import errors, surrogate
-from flexsn._torch import tracing as _compat_tracing
 from flexsn._torch_compile import loops
 
 PUBLIC = {
@@ -653,7 +652,7 @@ def test_mistakes_compiled(name, mistake):
 def test_pytorch_without_the_operator(name, monkeypatch):
     available = {"scan": loops.lowerable_scan_available, "while_loop": loops.lowerable_while_loop_available}[name]
     assert available() is True
-    monkeypatch.setattr(_compat_tracing, {"scan": "scan_operator", "while_loop": "while_loop_stack_operator"}[name], lambda: None)
+    monkeypatch.setattr(loops, {"scan": "torch_scan", "while_loop": "torch_while_loop"}[name], lambda: None)
     assert available() is False
     for states in ("sequence", "final"):
         with pytest.raises(RuntimeError, match=f"has no `{name}` operator"):

@@ -177,15 +177,15 @@ FAULTS = [
         "test_native.py::test_what_hooks_unpack_on_another_device_is_refused[first call]",
     ),
     Fault(
-        "what a vmap left is another transform's", "_operator/dispatch.py", "        stale = _compat_transforms.outlived_its_vmap\n", "        return\n",
+        "what a vmap left is another transform's", "_operator/dispatch.py", "        stale = left_by_an_ended_vmap\n", "        return\n",
         "test_transforms.py::test_states_that_a_vmap_left_are_no_other_transforms[auto-grad]",
     ),
     Fault(
-        "PyTorch's scan runs under every transform", "_torch_compile/hop.py", " and not _compat_transforms.active()\n", "\n",
+        "PyTorch's scan runs under every transform", "_torch_compile/hop.py", " and not transforms_active()\n", "\n",
         "test_hop.py::test_transforms_of_what_no_kernel_expresses[grad-mixing]",
     ),
     Fault(
-        "Dynamo compiles what asks for transforms", "_torch/transforms.py", "@unseen_by_dynamo\ndef names", "def names",
+        "Dynamo compiles what asks for transforms", "_torch/transforms.py", "@unseen_by_dynamo\ndef active_transforms", "def active_transforms",
         "test_loops.py::test_mistakes_compiled[no input-while_loop]",
     ),
     Fault(
@@ -193,11 +193,11 @@ FAULTS = [
         "test_reads.py::test_what_a_core_reads_of_its_network_in_any_way[method-ByCall]",
     ),
     Fault(
-        "Dynamo compiles the operator's own rules", "_torch_compile/hop.py", "    @_compat.unseen_by_dynamo  # which would", "    # which would",
+        "Dynamo compiles the operator's own rules", "_torch_compile/hop.py", "    @unseen_by_dynamo  # which would", "    # which would",
         "test_hop.py::test_gradients_between_compiled_parts",
     ),
     Fault(
-        "generated code drops tangents", "_torch_compile/call_sites.py", "        if _compat.forward_ad_level() >= 0:\n", "        if False:\n",
+        "generated code drops tangents", "_torch_compile/call_sites.py", "        if forward_ad_level() >= 0:\n", "        if False:\n",
         "test_transforms.py::test_a_compiled_call_drops_no_tangents[inductor-False]",
     ),
     Fault(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._ir.graph import HALF
-from .._torch import core as _compat
+from .._torch.capture import decomposition_table
 
 aten = torch.ops.aten
 _OWN: dict[Any, Callable[..., Any]] = {}
@@ -199,7 +199,7 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     """How PyTorch writes `func` in terms of other ops, if it does."""
     if func in _OWN:
         return _OWN[func]
-    table = _compat.decomposition_table()
+    table = decomposition_table()
     if func in table:
         return table[func]
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):

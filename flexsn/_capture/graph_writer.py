@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import core as _compat
+from .._torch.capture import FakeTensor, disable_modes
 from ..errors import CapturedTensorError, DeviceMismatchError, FlexSNError, UnsupportedOpError, UnsupportedValueError
 from .signature import DTYPES, Signature, dtype_hint, not_dense
 from .source_lines import INTERNAL, may_hold_cores, replayed
@@ -65,7 +65,7 @@ class Tape:
         """The node of a tensor; a real tensor met for the first time becomes an extra, static operand."""
         if id(tensor) in self.tracked:
             return self.tracked[id(tensor)][1]
-        if isinstance(tensor, _compat.FakeTensor):
+        if isinstance(tensor, FakeTensor):
             raise FlexSNError(
                 "uses a tensor left over from another run of the core", core=self.sig.core, line=self.line(),
                 hint="A core must not keep tensors between steps except by returning them as states.",
@@ -159,7 +159,7 @@ class Tape:
 def _number(make: Callable[[], Tensor]) -> Any:
     """The value of a tensor that nobody watches. (TorchScript and NumPy make tensors past PyTorch's functions: what watches these is on
     then.)"""
-    with _compat.disable_modes(), torch._C.DisableTorchFunction():
+    with disable_modes(), torch._C.DisableTorchFunction():
         return make().item()
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from .._ir.lowering import RULES
-from .._torch import core as _compat
+from .._torch.capture import DYNAMIC_SHAPE_ERRORS, FakeTensor, TorchDispatchMode, disable_modes, lacks_fake_kernel
+from .._torch.tensors import functional_overload, memory_of
 from ..errors import (
     CoreError,
     FlexSNError,
@@ -59,7 +60,7 @@ _NEEDS_A_STATE = (
 )
 
 
-class Recorder(Refusing, _compat.TorchDispatchMode):
+class Recorder(Refusing, TorchDispatchMode):
     def __init__(self, sig: Signature, fake: Any, device: torch.device, captured: dict[str, Tensor], vjp: bool):
         super().__init__(sig, fake, device, captured, vjp=vjp)
         self.in_backward = False
@@ -101,9 +102,9 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             self.refuse_random(func)
         if name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
             self.refuse_read("item" if name != "aten::is_nonzero" else name, args[0])
-            with _compat.disable_modes():
+            with disable_modes():
                 return self.tracked[id(args[0])][1].meta["uniform"]
-        if name in ("aten::lift_fresh", "aten::lift_fresh_copy") and not isinstance(args[0], _compat.FakeTensor):
+        if name in ("aten::lift_fresh", "aten::lift_fresh_copy") and not isinstance(args[0], FakeTensor):
             node = self.constant(args[0])
             return self.track(node.meta["val"], node)
         if func._schema.is_mutable:
@@ -249,7 +250,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
                 result = view(*args, **kwargs)
             self.tracked[id(target)] = (target, self.tracked.pop(id(result))[1])
             return func(*args, **kwargs)
-        functional = _compat.functional_overload(func)
+        functional = functional_overload(func)
         if functional is None:
             hint = "Write the form that makes a new tensor: `n = n >> 1`, not `n >>= 1`."
             raise InPlaceError(f"`{op_name(func)}` has no functional form", core=self.sig.core, line=self.line(), hint=hint)
@@ -272,9 +273,9 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
 
     def aliased(self, target: Tensor) -> bool:
         """Whether another tensor shares the memory of `target`; below autograd views do not say what they are."""
-        memory = _compat.memory_of(target)
-        others = [t for t, _ in self.tracked.values() if t is not target and isinstance(t, _compat.FakeTensor)]
-        return any(_compat.memory_of(t) == memory for t in others)
+        memory = memory_of(target)
+        others = [t for t, _ in self.tracked.values() if t is not target and isinstance(t, FakeTensor)]
+        return any(memory_of(t) == memory for t in others)
 
     def add(self, func, args, kwargs, kind: str, nodes: list[fx.Node]):
         if not self.calling and self.user_op is None and self.line():
@@ -308,10 +309,10 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
         return bool(self.calling or self.line())
 
     def evaluate(self, func, args, kwargs):
-        fakes = mapped((args, kwargs), lambda t: t if isinstance(t, _compat.FakeTensor) else self.node_of(t).meta["val"])
+        fakes = mapped((args, kwargs), lambda t: t if isinstance(t, FakeTensor) else self.node_of(t).meta["val"])
         try:
             val = func(*fakes[0], **fakes[1])
-        except _compat.DYNAMIC_SHAPE_ERRORS:
+        except DYNAMIC_SHAPE_ERRORS:
             raise NotElementwiseError(
                 f"the shape of `{op_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line(),
                 hint="Decide neuron by neuron: `torch.where(mask, a, b)`.",
@@ -320,7 +321,7 @@ class Recorder(Refusing, _compat.TorchDispatchMode):
             raise UnsupportedOpError(f"`{op_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
         except RuntimeError as error:
             self.note_shape(list(_tensors((args, kwargs))))  # the core may catch it
-            if _compat.lacks_fake(func, error):
+            if lacks_fake_kernel(func, error):
                 raise self.error or self.untraceable(func) from None
             # what eager would say too: shapes that do not broadcast, dtypes that do not mix
             raise CoreError(f"`{op_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import core as _compat
+from .._torch.tensors import is_symbolic, size_hint
 from ..errors import (
     ArgumentError,
     CoreError,
@@ -201,7 +201,7 @@ def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, 
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
-        hinted = [[_compat.hint(n) if _compat.is_symbolic(n) else n for n in s] for s in shapes]
+        hinted = [[size_hint(n) if is_symbolic(n) else n for n in s] for s in shapes]
         listed = ", ".join(f"`{n}` {s}" for n, s in zip(sig.names, hinted, strict=False))
         raise ShapeMismatchError(
             f"one-step shapes do not broadcast: {listed}", core=sig.core,

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .._torch import core as _compat
+from .._torch.autograd import saved_tensors_hooks_there
+from .._torch.capture import FakeTensorMode, fake_errors_unlogged, start_autograd, uncached_parametrizations, without_compiled_autograd
 from ..errors import SideEffectError
 from .recorder import mapped
 from .restrictions import ValueReads, run_refusing
@@ -74,10 +75,10 @@ def _undisturbed() -> Iterator[None]:
     """Nothing of the caller's sees the trace: saved-tensor hooks, anomaly mode, compiled autograd, the cache of parametrizations."""
     anomaly = torch.is_anomaly_enabled()
     torch.autograd.set_detect_anomaly(False)
-    hidden = _compat.saved_tensors_hooks_there()  # `torch.func.grad` inside the core allows none
+    hidden = saved_tensors_hooks_there()  # `torch.func.grad` inside the core allows none
     hiding = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t) if hidden else contextlib.nullcontext()
     try:
-        with hiding, _compat.without_compiled_autograd(), _compat.uncached_parametrizations():
+        with hiding, without_compiled_autograd(), uncached_parametrizations():
             yield
     finally:
         torch.autograd.set_detect_anomaly(anomaly, torch.is_anomaly_check_nan_enabled())
@@ -118,10 +119,10 @@ def trace(
     Raises:
         FlexSNError: what the core does cannot be recorded faithfully; the class says what.
     """
-    _compat.start_autograd()
-    fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    start_autograd()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = VjpRecorder(sig, fake, device, captured, vjp)
-    with _compat.quiet(), _undisturbed(), fake, torch.inference_mode(False), torch.set_grad_enabled(vjp):
+    with fake_errors_unlogged(), _undisturbed(), fake, torch.inference_mode(False), torch.set_grad_enabled(vjp):
         operands = []
         for i, meta in enumerate(metas):
             static = i >= sig.num_inputs + sig.num_states

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import core as _compat
+from .._torch.capture import disable_modes, run_backward, without_tensor_hooks
 from ..errors import FlexSNError, InPlaceError, ParamGradientError, UnsupportedOpError
 from .recorder import Recorder, behind, is_nil
 from .restrictions import ValueReads
@@ -33,7 +33,7 @@ class VjpRecorder(Recorder):
         if not given or not wanted:
             return [None] * len(sources)
         self.in_backward = True
-        with self, ValueReads(self), _compat.without_hooks(wanted):
+        with self, ValueReads(self), without_tensor_hooks(wanted):
             found = iter(self.gradients(values, wanted, given, cotangents))
         per_source = [next(found) if t.requires_grad else None for t in sources]
         grads = [None if g is None else self.node_of(g) for g in per_source]
@@ -58,7 +58,7 @@ class VjpRecorder(Recorder):
 
     def zeros(self, node: fx.Node) -> bool:
         """Whether a node is a tensor of zeros that the core made of Python values."""
-        with _compat.disable_modes():
+        with disable_modes():
             return node.name in self.constants and not self.constants[node.name].any()
 
     def gradients(self, values, wanted: list[Tensor], given: dict[int, Tensor], cotangents: list[fx.Node | None]):
@@ -68,7 +68,7 @@ class VjpRecorder(Recorder):
         def grad(roots: list[int], sources: list[Tensor]) -> Sequence[Tensor | None] | RuntimeError:
             outs, cots = [values[i] for i in roots], [given[i] for i in roots]
             try:
-                return _compat.run_backward(outs, cots, sources)
+                return run_backward(outs, cots, sources)
             except RuntimeError as error:
                 if "modified by an inplace operation" in str(error):  # eager may need no gradient of what was
                     hint = "Use the form without the underscore."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import core as _compat
+from .._torch.tensors import promoted_dtype
 from ..errors import UnsupportedOpError
 from .graph import HALF, Builder, Graph, Node
 from .identifiers import assigned_name, identifier
@@ -143,7 +143,7 @@ def _target(node: fx.Node) -> Any:
 
 def _promoted(args: Sequence[Any], *, to_float: bool = False) -> torch.dtype:
     vals = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
-    return _compat.promoted(vals, to_float=to_float)
+    return promoted_dtype(vals, to_float=to_float)
 
 
 def _direct(op: Op) -> Rule:

@@ -23,9 +23,11 @@ from .._runtime import fork as forks
 from .._runtime import native as launch_native
 from .._runtime.layout import is_dense, memory_order, same_shape, unbroadcast
 from .._runtime.layout import rows as as_rows
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
-from .._torch.partitioner import remade
+from .._torch.aot_autograd import remade
+from .._torch.autograd import apply_function, autocast_on, below_autograd, records_gradients
+from .._torch.compiling import unseen_by_dynamo
+from .._torch.tensors import has_storage
+from .._torch.transforms import is_plain, transforms_active, transforms_or_modes_active
 from ..errors import BatchedGradientError, DoubleBackwardError, FreedGraphError, ShapeMismatchError
 from . import call as run
 from . import dtensor as sharding
@@ -47,7 +49,7 @@ def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tenso
 
 def _by_python(call: run.Call, tensors: Tensors) -> list[Tensor]:
     """Outputs, final states, state sequences."""
-    if isinstance(call, TracedCall) and not (_compat_transforms.active() or _compat.below_autograd()):
+    if isinstance(call, TracedCall) and not (transforms_active() or below_autograd()):
         return _by_operator(call, tensors)
     results = _differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors)[0]
     call.open_door()
@@ -55,12 +57,12 @@ def _by_python(call: run.Call, tensors: Tensors) -> list[Tensor]:
 
 
 def _differentiably(call: run.Call, tensors: Tensors) -> list[Tensor]:
-    return list(_Traced.apply(call, *tensors) if isinstance(call, TracedCall) else _compat.apply(_Eager, call, tensors))
+    return list(_Traced.apply(call, *tensors) if isinstance(call, TracedCall) else apply_function(_Eager, call, tensors))
 
 
 def disturbed() -> bool:
     """Whether autocast or a fork changes what PyTorch's ops do."""
-    return _compat.autocast_on() or forks.must_be_alone()
+    return autocast_on() or forks.must_be_alone()
 
 
 @contextlib.contextmanager
@@ -188,7 +190,7 @@ class _Eager(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @_compat.unseen_by_dynamo
+    @unseen_by_dynamo
     def backward(ctx, *grads):
         if torch.is_grad_enabled():
             _refuse_double_backward(ctx.call)
@@ -207,7 +209,7 @@ def _backward_of_saved(
     try:
         return _backward(call, rows, checkpoints, grads, needs)
     except RuntimeError:
-        if all(g is None or _compat.has_storage(g) for g in grads):
+        if all(g is None or has_storage(g) for g in grads):
             raise
         _refuse_batched_gradients(call)
 
@@ -239,7 +241,7 @@ def _as_it_was(call: run.Call, tensors: Tensors, kinds: Sequence[tuple[tuple[int
     return found
 
 
-@_compat.unseen_by_dynamo
+@unseen_by_dynamo
 def _backward_of_door(
     call: run.Call, saved: list[Tensor] | None, grads: list[Tensor | None], needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
@@ -256,7 +258,7 @@ def _backward_of_door(
     return found
 
 
-@_compat.unseen_by_dynamo
+@unseen_by_dynamo
 def _params_of_door(call: run.Call, prologue: tuple[StaticModule, tuple[str, ...]], statics: list[Tensor]) -> list[Tensor]:
     """What a launch takes after the operands. `prologue`: and the roles of the params that it computes."""
     if disturbed():
@@ -267,7 +269,7 @@ def _params_of_door(call: run.Call, prologue: tuple[StaticModule, tuple[str, ...
     return [found[role] for role in roles]
 
 
-@_compat.unseen_by_dynamo
+@unseen_by_dynamo
 def _statics_of_door(call: run.Call, epilogue: run.Epilogue, statics: list[Tensor], written: list[Tensor]) -> list[Tensor | None]:
     """Gradients of params and captured tensors, from what a launch in C++ has written."""
     if disturbed():
@@ -304,7 +306,7 @@ class _Traced(torch.autograd.Function):
         ctx.mark_non_differentiable(*_not_differentiable(call, output[:shown]), *output[shown:])
 
     @staticmethod
-    @_compat.unseen_by_dynamo
+    @unseen_by_dynamo
     def backward(ctx, *grads):
         call = ctx.call
         saved = _saved(ctx, call)
@@ -322,7 +324,7 @@ class _TracedBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    @_compat.unseen_by_dynamo
+    @unseen_by_dynamo
     def forward(call, needs, present, num_saved, *tensors):
         saved, grads = iter(tensors[:num_saved]), tensors[num_saved:]
         operands = [next(saved) if there else None for there in present]
@@ -336,7 +338,7 @@ class _TracedBackward(torch.autograd.Function):
         ctx.call = inputs[0]
 
     @staticmethod
-    @_compat.unseen_by_dynamo
+    @unseen_by_dynamo
     def backward(ctx, *grads):
         _refuse_double_backward(ctx.call)
 
@@ -368,8 +370,8 @@ def call_of(program: str, inputs: Sequence[Tensor], states: Tensors, statics: Se
             f"but is given {', '.join(str(list(s)) for s in given)}", core=made.sig.core,
         )  # fmt: skip
     names = (*made.sig.param_names, *made.blueprint.captured(vjp=True))[: len(statics)]  # a program with its VJP may run without it
-    plain = not _compat_transforms.transformed() and all(t is None or _compat_transforms.is_plain(t) for t in tensors)
-    differentiable = _compat.records_gradients() and any(t is not None and t.requires_grad for t in tensors)
+    plain = not transforms_or_modes_active() and all(t is None or is_plain(t) for t in tensors)
+    differentiable = records_gradients() and any(t is not None and t.requires_grad for t in tensors)
     return (run.Call if plain else TracedCall)(made, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
 
 

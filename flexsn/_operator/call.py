@@ -19,8 +19,8 @@ from .._program.compiled import Program, StaticModule
 from .._runtime import native as launch_native
 from .._runtime.layout import Order, by_index, memory_order, narrow, same_shape, strides_of, unbroadcast, widen
 from .._runtime.memory import allocator
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
+from .._torch.cuda import current_device
+from .._torch.transforms import transforms_active
 from ..errors import DeviceMismatchError
 
 Rows = Sequence[Any]  # tensors; None for a state that starts at zero
@@ -143,7 +143,7 @@ class Call:
     @functools.cached_property
     def constant(self) -> tuple[bool, ...]:
         """Of `results`, which do not require grad; empty if all do."""
-        everything = _compat_transforms.active()  # a level of a transform does not show what another one differentiates
+        everything = transforms_active()  # a level of a transform does not show what another one differentiates
         names = (*range(self.num_operands), *self.statics)
         needed = [name for name, need in zip(names, self.needs, strict=True) if need or everything]
         found = self.program.vjp.requiring_grad(needed, self.T if type(self.T) is int else None)[: len(self.results)]
@@ -296,7 +296,7 @@ class Launch:
             done = launch_native.module.run(self.native, given)
             if done is not None:
                 return done
-        if self._gpu is not None and self._gpu != _compat.current_device():
+        if self._gpu is not None and self._gpu != current_device():
             with torch.cuda.device(self._gpu):
                 return self._by_python(given)
         return self._by_python(given)

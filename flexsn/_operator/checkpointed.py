@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._capture.signature import core_name
-from .._torch import core as _compat
+from .._torch.autograd import after_backward, current_backward
 from ..errors import CarriedStateError
 
 
@@ -37,7 +37,7 @@ def enter(neuron: Any, backward: int) -> Within:
         return outer
     left = outer.left if outer is not None else neuron.states if neuron.states_are_left() else None
     within = neuron.__dict__["_within"] = Within(backward, (neuron.states, neuron.state_seqs), True, left, outer)
-    _compat.after_backward(lambda: leave(neuron, within))
+    after_backward(lambda: leave(neuron, within))
     return within
 
 
@@ -53,7 +53,7 @@ def starts_anew(neuron: Any) -> bool:
     Raises:
         CarriedStateError: a backward runs a call again that may have started from others.
     """
-    backward = _compat.current_backward()
+    backward = current_backward()
     if backward < 0:
         while neuron._within is not None:  # of a backward that failed
             leave(neuron, neuron._within)

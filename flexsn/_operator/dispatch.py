@@ -15,8 +15,9 @@ from .._capture import reads as reading
 from .._capture import reads_look
 from .._capture.reads import Reads
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
+from .._torch.autograd import forward_ad_level, records_gradients
+from .._torch.compiling import unseen_by_dynamo
+from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active
 from ..errors import BackendUnavailableError, CannotFuseError, StaleStateError
 from . import autotune as tuning
 from . import call as run
@@ -28,7 +29,7 @@ from .library import check_backend
 from .prepare import PLAIN, prepare, refuse_freed
 
 
-@_compat.unseen_by_dynamo
+@unseen_by_dynamo
 def run_core(
     core: Callable, seen: Reads, replaced: dict[str, Any], inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
     params: tuple[Tensor, ...], *, backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
@@ -48,7 +49,7 @@ def run_core(
     counts = (len(inputs), len(states), len(params))
     key = _kinds(tensors, (*counts, backend, sequences, num_outputs, tune, _tied(captured) if captured else ()))
     call = seen.calls.get(key)
-    if call is not None and _compat.forward_ad_level() < 0:
+    if call is not None and forward_ad_level() < 0:
         try:
             return run_call(call, _read_by(call, tensors, captured))
         except RuntimeError:
@@ -99,14 +100,14 @@ def _read_by(call: run.Call, tensors: tuple[Tensor | None, ...], captured: dict[
 
 
 def _is_without_memory(tensor: Tensor) -> bool:
-    return not _compat_transforms.is_plain(tensor)
+    return not is_plain(tensor)
 
 
 def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
     """Raise if a call is given states that have no values for it: of a transform that has ended."""
-    if _compat_transforms.active():
-        stale = _compat_transforms.outlived_its_vmap
-    elif _compat_transforms.transformed() or not all(map(_compat_transforms.is_plain, inputs)):
+    if transforms_active():
+        stale = left_by_an_ended_vmap
+    elif transforms_or_modes_active() or not all(map(is_plain, inputs)):
         return
     else:
         stale = _is_without_memory
@@ -121,7 +122,7 @@ def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Ten
 _looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()
 
 
-@_compat.unseen_by_dynamo
+@unseen_by_dynamo
 def look(core: Callable) -> Reads:
     """What the core reads, looked at again only when something that it holds has changed."""
     with reading.lock:
@@ -166,9 +167,9 @@ def _tied(captured: dict[str, Tensor]) -> tuple[int, ...]:
 
 def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:
     """What a call depends on but for the values of its operands; None where one is no plain tensor, or calls are traced."""
-    if _compat_transforms.transformed():
+    if transforms_or_modes_active():
         return None
-    kinds: list[Any] = [_compat.records_gradients(), torch.get_default_dtype()]
+    kinds: list[Any] = [records_gradients(), torch.get_default_dtype()]
     for t in tensors:
         if t is None:
             kinds.append(None)

@@ -22,7 +22,7 @@ from .._program.captured import Blueprint
 from .._program.compiled import Program
 from .._runtime.backends import BACKENDS
 from .._runtime.layout import Order, dense, memory_order, same_shape, strides_of
-from .._torch import core as _compat
+from .._torch.capture import no_modes
 from ..errors import BackendError, BackendUnavailableError, OperandTypeError
 from .call import Call, Launch, allocated, arrays_of
 
@@ -75,7 +75,7 @@ def program_from(program: str, device: torch.device, backend: str | None = None)
     key = (program, backend or backend_of(device), device)
     with lock:
         if key not in _programs:
-            with _compat.no_modes():
+            with no_modes():
                 _programs[key] = Program(key[1], text.read(program, device), device)
             _trim(_programs)
         return _programs[key]

@@ -10,8 +10,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
+from .._torch.autograd import forward_ad_level, skipping_autograd
+from .._torch.compiling import unseen_by_dynamo
+from .._torch.transforms import has_tangent, transforms_active
 from ..errors import ForwardModeError, MissingGradientError
 from .library import LIBRARY, TAGS, program_from
 
@@ -21,7 +22,7 @@ def no_forward_mode(core: str) -> ForwardModeError:
 
 
 def refuse_forward_mode(core: str, tensors: Sequence[Tensor | None]) -> None:
-    if _compat.forward_ad_level() >= 0 and any(t is not None and _compat_transforms.has_tangent(t) for t in tensors):
+    if forward_ad_level() >= 0 and any(t is not None and has_tangent(t) for t in tensors):
         raise no_forward_mode(core)
 
 
@@ -43,9 +44,9 @@ class WithoutGradient(torch.autograd.Function):
         ctx.mark_non_differentiable(*[t for t in output if not t.is_floating_point()])
 
     @staticmethod
-    @_compat.unseen_by_dynamo
+    @unseen_by_dynamo
     def backward(ctx, *grads):
-        if _compat_transforms.active():
+        if transforms_active():
             _refuse_missing_gradient(ctx.core)
         saved = iter(ctx.saved_tensors)
         tensors = [next(saved) if there else None for there in ctx.there]
@@ -77,16 +78,16 @@ def _forward_alone(program, inputs, states, params, *others) -> list[Tensor]:
 
     def below(*tensors: Tensor | None) -> list[Tensor]:
         n, m = len(inputs), len(inputs) + len(states)
-        with _compat.skipping_autograd():
+        with skipping_autograd():
             return torch.ops.flexsn.forward(program, list(tensors[:n]), list(tensors[n:m]), list(tensors[m:]), *others)
 
     tensors = (*inputs, *(states := states or ()), *(params or ()))  # a package of AOTInductor passes None for an empty list
-    if _compat.forward_ad_level() >= 0:
+    if forward_ad_level() >= 0:
         refuse_forward_mode(program_from(program, inputs[0].device).sig.core, tensors)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         return below(*tensors)
     core = program_from(program, inputs[0].device).sig.core
-    if _compat_transforms.active():
+    if transforms_active():
         _refuse_missing_gradient(core)
     return list(WithoutGradient.apply(below, core, *tensors))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._capture.reads import Reads, bound, lock, module_tensors
 from .._capture.reads_look import look as walk
-from .._torch.core import unseen_by_dynamo
+from .._torch.compiling import unseen_by_dynamo
 from .dispatch import look
 
 

@@ -18,8 +18,10 @@ from .._program.captured import Blueprint, Shapes
 from .._program.compiled import Program, program_for
 from .._program.symbolic_sizes import Sizes, exactly, settle_sizes
 from .._runtime.memory import addresses
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
+from .._torch.autograd import records_gradients
+from .._torch.capture import no_modes
+from .._torch.tensors import has_pointer, overrides_operators
+from .._torch.transforms import is_plain, transforms_active, transforms_or_modes_active
 from ..errors import OperandTypeError, UnsupportedOpError, UnsupportedValueError
 from . import call as run
 from .library import TracedCall, choose_backend
@@ -34,15 +36,15 @@ def prepare(
     """Find or make the program for a call."""
     tensors = (*inputs, *states, *params, *captured.values())
     _refuse_overriding(sig, (*sig.names, *captured), tensors)
-    traced = _compat_transforms.transformed() or not all(t is None or _compat_transforms.is_plain(t) for t in tensors)
+    traced = transforms_or_modes_active() or not all(t is None or is_plain(t) for t in tensors)
     device = inputs[0].device
     name = choose_backend(backend, device, sig.core, traced=traced)
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
     refuse_forward_mode(sig.core, tensors)
-    transformed = _compat_transforms.active()
-    differentiable = _compat.records_gradients() and any(_may_need_grad(t, transformed) for t in tensors)
+    transformed = transforms_active()
+    differentiable = records_gradients() and any(_may_need_grad(t, transformed) for t in tensors)
 
     def operands(program: Program, trains: bool) -> tuple[tuple[str, ...], tuple[Tensor | None, ...]]:
         read = program.blueprint.captured(vjp=trains)
@@ -80,7 +82,7 @@ def _program(name, core, seen: Reads, sig: Signature, metas, device, captured, n
 def _refuse_overriding(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """A kernel does what PyTorch's operators mean, not what a class makes of them."""
     for name, tensor in zip(names, tensors, strict=True):
-        if type(tensor) not in (*PLAIN, type(None)) and _compat.overrides_operators(type(tensor)):
+        if type(tensor) not in (*PLAIN, type(None)) and overrides_operators(type(tensor)):
             raise UnsupportedValueError(
                 f"`{name}` is a {type(tensor).__name__}, a class that overrides operators of PyTorch", core=sig.core,
                 hint="Pass `tensor.as_subclass(torch.Tensor)`.",
@@ -90,7 +92,7 @@ def _refuse_overriding(sig: Signature, names: Sequence[str], tensors: Sequence[T
 def refuse_freed(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
     """PyTorch itself crashes on a tensor whose storage was freed."""
     for name, tensor in zip(names, tensors, strict=True):
-        if tensor is not None and type(tensor) in PLAIN and _compat_transforms.is_plain(tensor) and _compat.has_pointer(tensor):
+        if tensor is not None and type(tensor) in PLAIN and is_plain(tensor) and has_pointer(tensor):
             try:
                 addresses([tensor])
             except OperandTypeError as error:
@@ -130,8 +132,8 @@ def _while_tracing(name, core, seen: Reads, replaced, sig: Signature, metas, dev
     ins = sig.num_inputs + sig.num_states
     shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, shapes)  # which sizes must be equal
-    stand_in = functools.partial(_stand_in, transformed=_compat_transforms.active())  # asked before the transforms are set aside
-    with _compat.no_modes(), reading.stand_ins(seen, replaced, stand_in) as swapped:
+    stand_in = functools.partial(_stand_in, transformed=transforms_active())  # asked before the transforms are set aside
+    with no_modes(), reading.stand_ins(seen, replaced, stand_in) as swapped:
         plain = seen.tensors(swapped)
         made: list[Program] = []
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
+from .._torch.autograd import saved_tensors_hooks_off
+from .._torch.transforms import transforms_active
 from ..errors import PiecesError
 from .dtensor import is_dtensor
 
@@ -58,7 +58,7 @@ def scan_pieces(
         values: the Python values that the core reads.
         of_reduce: the tensors that `reduce` captures, by path.
     """
-    if _compat.saved_tensors_hooks_off():
+    if saved_tensors_hooks_off():
         raise PiecesError(
             "is transformed by `torch.func`, but the backward of a sequence in pieces reads them again", core=core,
             hint="Join them (`torch.cat(pieces)`), or differentiate with `.backward()` or `torch.autograd.grad`.",
@@ -82,7 +82,7 @@ def scan_pieces(
     found: list[tuple[Tensor, ...]] = []
     trails: list[tuple[Tensor, ...]] = []
     for k in pieces.numbers():
-        if pieces.one_shot or not torch.is_grad_enabled() or _compat_transforms.active():  # 2.11 cannot `vmap` a checkpoint
+        if pieces.one_shot or not torch.is_grad_enabled() or transforms_active():  # 2.11 cannot `vmap` a checkpoint
             results, finals, trail = one(k, *states)
             pieces.refuse_gradients((*results, *finals))
         else:

@@ -29,9 +29,10 @@ from .._ir.graph import Graph, exists, vanishes
 from .._ir.lowering import lower
 from .._plan import plan
 from .._runtime.backends import BACKENDS
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
 from .._torch.availability import require
+from .._torch.capture import made_under_modes, no_modes
+from .._torch.tensors import is_symbolic, is_view
+from .._torch.transforms import transforms_or_modes_active
 from ..errors import CannotFuseError
 from .captured import Blueprint, Shapes, draw
 
@@ -105,7 +106,7 @@ class Program:
         if self._vjp is None:
             with lock:
                 assert self.blueprint.vjp is not None, "differentiate() comes first"
-                with _compat.no_modes():
+                with no_modes():
                     self._vjp = self._vjp or Vjp(self, self.blueprint.vjp)
         return self._vjp
 
@@ -117,7 +118,7 @@ class Program:
     # --- kernels ------------------------------------------------------------------------------------------------------
     def checkpoints(self, T: int) -> int:
         """Rows of states that a forward stores: exact where T is a number, an upper bound where it is symbolic."""
-        if _compat.is_symbolic(T):
+        if is_symbolic(T):
             return T // self.chunk + 2  # never 0 or 1, which PyTorch would make a case of its own
         return plan.checkpoints(T, self.backend.chunk_for(self.chunk, T), self.chunk)
 
@@ -319,7 +320,7 @@ class StaticModule:
     def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> dict[str, Tensor]:
         if self.module is None:
             return {}
-        constants = _compat.under_modes(self.constants) if _compat_transforms.transformed() else self.constants
+        constants = made_under_modes(self.constants) if transforms_or_modes_active() else self.constants
         values = self.module(*[statics[name] for name in self.operands], *constants, *sums)
         return dict(zip(self.results, values, strict=True))
 
@@ -369,7 +370,7 @@ def _apart(graph: fx.Graph, values: Sequence[fx.Node], sums: Sequence[fx.Node]) 
     found = list[fx.Node]()
     for value in values:
         memory = value
-        while memory.op == "call_function" and (memory.target is getitem or _compat.is_view(memory.target)):
+        while memory.op == "call_function" and (memory.target is getitem or is_view(memory.target)):
             memory = memory.all_input_nodes[0]
         lent = memory.op == "placeholder" and memory not in sums
         own = holders.setdefault(memory, value) is value and not lent

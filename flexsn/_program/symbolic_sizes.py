@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .._torch import core as _compat
+from .._torch.tensors import is_symbolic, size_expression, size_hint
 from ..errors import FlexSNError
 from .captured import Blueprint
 
@@ -24,11 +24,11 @@ class Sizes:
         return exactly(shape) if exact else tuple([self._number(n) for n in shape])
 
     def _number(self, size: int) -> int:
-        if not _compat.is_symbolic(size):
+        if not is_symbolic(size):
             return int(size)
         if self.hints:
-            return _compat.hint(size)
-        return self._numbers.setdefault(_compat.symbol(size), _FIRST + 2 * len(self._numbers))
+            return size_hint(size)
+        return self._numbers.setdefault(size_expression(size), _FIRST + 2 * len(self._numbers))
 
 
 def exactly(shape: Sequence[int]) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ def exactly(shape: Sequence[int]) -> tuple[int, ...]:
 def settle_sizes(draw: Callable[[Sizes], Blueprint], shapes: Sequence[Sequence[int]]) -> Blueprint:
     """What `draw` gives with the symbolic sizes among these step shapes left open; where the core depends on one, with the
     sizes that they have, to which the trace is then bound (and not where it fails, and something else runs the core)."""
-    if any(_compat.is_symbolic(n) for s in shapes for n in s):
+    if any(is_symbolic(n) for s in shapes for n in s):
         try:
             blueprint = draw(Sizes())
         except FlexSNError:  # sizes that must be equal, or a number that the core holds
@@ -55,4 +55,4 @@ def settle_sizes(draw: Callable[[Sizes], Blueprint], shapes: Sequence[Sequence[i
 def stays_open(blueprint: Blueprint, shapes: Sequence[Sequence[int]]) -> bool:
     """Whether the core depends on no symbolic size among these step shapes."""
     rank = len(blueprint.step)
-    return all(not _compat.is_symbolic(n) or rank - len(s) + d in blueprint.free_dims for s in shapes for d, n in enumerate(s))
+    return all(not is_symbolic(n) or rank - len(s) + d in blueprint.free_dims for s in shapes for d, n in enumerate(s))

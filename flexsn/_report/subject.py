@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._capture.reads import Reads
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
 from .._operator.dispatch import look
-from .._torch import transforms as _compat_transforms
+from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN
 
@@ -122,7 +122,7 @@ def _check_tensors(name: str, example: Sequence[Any]) -> None:
     for i, x in enumerate(example):
         if not isinstance(x, Tensor):
             raise OperandTypeError(f"input {i} must be a tensor [T, *shape], not {type(x).__name__}", core=name)
-        if x.is_meta or not _compat_transforms.is_plain(x):
+        if x.is_meta or not is_plain(x):
             raise OperandTypeError(
                 f"input {i} has no values", core=name, hint="Kernels are built and timed: pass a real tensor of its kind."
             )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._torch import core as _compat
+from .._torch.cuda import gpu_allocator
 from ..errors import OperandTypeError
 
 LEAST = 4 << 20  # bytes of a block: smaller ones are the C library's
@@ -31,7 +31,7 @@ def allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], t
     """What makes results on a device (if it is a GPU, on the current one): tensors of a shape, strides of dense memory, and a dtype,
     whatever is in them."""
     if device.type == "cuda":  # GPUs have PyTorch's caching allocator
-        return _compat.gpu_allocator()
+        return gpu_allocator()
     if device.type == "cpu":
         return _on_cpu
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)

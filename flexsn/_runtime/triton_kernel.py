@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .._codegen.triton import STORAGE, flags, kernel_name, nullable, packed, render
 from .._plan.plan import Plan, chunks
-from .._torch import core as _compat
+from .._torch.cuda import current_stream, interpreter_exits, triton_function, triton_launch
 from ..errors import BackendUnavailableError, BuildError
 from . import native as launch_native
 from . import triton_passes as launch_passes
@@ -205,7 +205,7 @@ class Kernel:
                 pointers.insert(place, 0)
             key = N, index, not address % 16
             launch, grid, function, fixed, constants = self._ready.get(key) or self.prepare(*key)
-            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *pointers, *dims, T, N, *given, *constants)
+            launch(grid, 1, 1, current_stream(index), function, *fixed, *pointers, *dims, T, N, *given, *constants)
 
         def interpret(arrays: list[Tensor], dims: Sequence[int]) -> None:
             there = iter(arrays)
@@ -222,7 +222,7 @@ class Kernel:
         binaries: list[tuple[int, ...] | None] = []
         for aligned in (False, True):
             tile = self.tile(N, index, aligned)
-            own = _compat.triton_function(self._loaded.get((tile, index)))
+            own = triton_function(self._loaded.get((tile, index)))
             binaries.append(None if own is None else (own[0], -(-N // tile.block), *own[1:]))
         return None, (tuple(binaries), packed([present[place] for place in self._nullable])) if any(binaries) else None
 
@@ -232,7 +232,7 @@ class Kernel:
         launch, grid, function, fixed, constants = _ready(self._binary(self.expect_tile(tile, index), tile, index), N, tile)
         given = packed([True] * len(self._nullable))
         with torch.cuda.device(index):
-            launch(grid, 1, 1, _compat.current_stream(index), function, *fixed, *addresses(arrays), *dims, T, N, *given, *constants)
+            launch(grid, 1, 1, current_stream(index), function, *fixed, *addresses(arrays), *dims, T, N, *given, *constants)
 
     def prepare(self, N: int, index: int, aligned: bool) -> tuple:
         """What launches the binary for N neurons on a GPU."""
@@ -359,7 +359,7 @@ class Kernel:
 
 def _ready(binary: Any, N: int, tile: Tile) -> tuple:
     """A launch over N neurons: what launches, the number of programs, the kernel, its metadata, its constants."""
-    launch, between = _compat.triton_launch(binary)
+    launch, between = triton_launch(binary)
     return launch, -(-N // tile.block), binary.function, (*between, binary.packed_metadata, None, None, None), (tile.block, tile.ahead)
 
 
@@ -376,7 +376,7 @@ def _later() -> ThreadPoolExecutor:
 
 
 def _unless_exiting(build: Callable[..., Any], *args: Any) -> Any:
-    if _compat.exiting():
+    if interpreter_exits():
         raise CancelledError
     return build(*args)
 

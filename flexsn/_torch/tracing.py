@@ -1,15 +1,24 @@
-"""Private names of PyTorch's tracers, as `_torch/core.py` has the others, each with the versions in which it was seen: 2.11, 2.13."""
+"""Private names of PyTorch's tracers, each with the versions in which it was seen: 2.11, 2.13."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator  # 2.11, 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13
+
+try:
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
+except ImportError:  # `backend="hop"` is then a call that no trace knows
+
+    class ProxyTorchDispatchMode(TorchDispatchMode): ...  # type: ignore[no-redef]  # stands in for the missing one
+
+
+__all__ = ["HigherOrderOperator", "ProxyTorchDispatchMode"]  # the names that are only passed on
 
 
 def trace_body(
@@ -70,7 +79,7 @@ def traced_to_fx() -> bool:
     return get_proxy_mode() is not None
 
 
-def scan_operator() -> Callable[..., Any] | None:
+def torch_scan() -> Callable[..., Any] | None:
     """`scan(combine_fn, init, xs)`; imported on use, and None where PyTorch has none."""
     try:
         from torch._higher_order_ops.scan import scan  # 2.11, 2.13
@@ -93,41 +102,17 @@ def let_graphs_read_scalars() -> None:
 let_graphs_read_scalars._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result`, which imports Dynamo
 
 
-def scan_node() -> Callable[..., Any]:
+def torch_scan_node() -> Callable[..., Any]:
     """`scan(combine_fn, init, xs, additional_inputs)` on flat lists of tensors, as a trace records it."""
     from torch._higher_order_ops.scan import scan_op  # 2.11, 2.13
 
     return scan_op
 
 
-def while_loop_stack_operator() -> Callable[..., Any] | None:
+def torch_while_loop() -> Callable[..., Any] | None:
     """`while_loop(cond, body, carried, additional)` that gives all iterations' results, stacked; None where PyTorch has none."""
     try:
         from torch._higher_order_ops.while_loop import while_loop_stack_output_op  # 2.11, 2.13
     except ImportError:
         return None
     return while_loop_stack_output_op
-
-
-@functools.cache
-def _aot() -> tuple[Any, Any]:
-    """AOTAutograd and its partitioner, imported on use; the warning filters that this adds (sympy's) go again."""
-    with warnings.catch_warnings():
-        import torch.fx.experimental.symbolic_shapes  # noqa: F401  fake tensors need it  (2.11, 2.13)
-        from torch._functorch.aot_autograd import aot_export_joint_simple  # 2.11, 2.13
-        from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.11, 2.13
-    return aot_export_joint_simple, min_cut_rematerialization_partition
-
-
-def aot_graph(fn: Callable, tensors: Sequence[torch.Tensor], *, joint: bool) -> torch.fx.GraphModule:
-    """The functional ATen graph of `fn`, by AOTAutograd; `joint`: followed by its backward (`primals_*`, `tangents_*`)."""
-    return _aot()[0](fn, tuple(tensors), trace_joint=joint)
-
-
-def min_cut(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """A joint graph cut in two, such that little is saved in between."""
-    return _aot()[1](joint, None, num_fwd_outputs=num_outputs)
-
-
-def load_aot() -> None:
-    _aot()

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from .core import unseen_by_dynamo
+from .compiling import unseen_by_dynamo
 
 
 @unseen_by_dynamo
-def active() -> bool:
+def transforms_active() -> bool:
     """Whether `torch.func` transforms are active (`grad`, `vmap`, `jvp`, ...) other than `functionalize`."""
-    return bool(names())
+    return bool(active_transforms())
 
 
 @unseen_by_dynamo
-def names() -> list[str]:
+def active_transforms() -> list[str]:
     """Active transforms, but for `functionalize`, by name (`"grad"`, `"vmap"`, ...), the outermost first."""
     functorch = torch._C._functorch  # 2.11, 2.13
     levels = functorch.get_interpreter_stack() or ()
     return [level.key().name.lower() for level in levels if level.key() != functorch.TransformType.Functionalize]
 
 
-def transformed() -> bool:
+def transforms_or_modes_active() -> bool:
     """Whether `torch.func` or a dispatch mode is active: tensors may then lack memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.13
 
@@ -36,7 +36,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a functorch transform, perhaps one that has ended, keeps the values."""
     functorch = torch._C._functorch  # 2.11, 2.13
-    while functorch.is_gradtrackingtensor(tensor) and not active():  # of a `grad` that has ended: ops look inside
+    while functorch.is_gradtrackingtensor(tensor) and not transforms_active():  # of a `grad` that has ended: ops look inside
         tensor = functorch.get_unwrapped(tensor)
     return functorch.is_functorch_wrapped_tensor(tensor)
 
@@ -47,7 +47,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def outlived_its_vmap(tensor: torch.Tensor) -> bool:
+def left_by_an_ended_vmap(tensor: torch.Tensor) -> bool:
     """Whether a `vmap` that has ended keeps the values, and none over as many runs in its place."""
     functorch = torch._C._functorch  # 2.11, 2.13
     running = {level.level(): level for level in functorch.get_interpreter_stack() or ()}

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._operator.call import Launch
 from .._operator.library import KERNEL_OPERATORS, WHEN_TRACED, Operands, by_role, program_from, settle_backward, settle_forward
 from .._operator.no_gradient import refuse_forward_mode
-from .._torch import core as _compat
+from .._torch.autograd import forward_ad_level
 from .._torch.availability import moved
 from . import prologue_fusion as absorb
 from .inductor import lower_to_calls
@@ -43,7 +43,7 @@ def _site(settle: Settle, operands_of: Callable[..., Operands], keeps: bool = Tr
     def call(*args: Any) -> list[Tensor]:
         nonlocal kept
         given, params = operands_of(*args), args[3]
-        if _compat.forward_ad_level() >= 0:
+        if forward_ad_level() >= 0:
             refuse_forward_mode(program_from(args[0], args[1][0].device).sig.core, (*given, *params))
         if kept is not None:
             return kept.run((*given, *params))

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 from .._operator.dispatch import look, run_core
-from .._torch import core as _compat
+from .._torch.compiling import outside_dynamo, unseen_by_dynamo
+from .._torch.tracing import HigherOrderOperator
 from . import call_sites as call_sites  # Inductor is told of the operators from there
 from . import dynamo
 from .loops import scan_operator
 
 
-class CoreScan(_compat.HigherOrderOperator):
+class CoreScan(HigherOrderOperator):
     """What Dynamo sees of a call: `dynamo.py` turns it into `flexsn::scan`. Where Dynamo gives up on a core, it runs as it is."""
 
     def __init__(self) -> None:
         super().__init__("flexsn_core_scan")
 
-    @_compat.unseen_by_dynamo
+    @unseen_by_dynamo
     def __call__(self, core, owner, inputs, states, params, sequences, num_outputs, backend, strict):
         reads, replaced = (look(core), {}) if owner is None else owner.look()
         finals, trail, outputs = run_core(
@@ -53,7 +54,7 @@ def compile_core(
     return list(results[outs : outs + n]), list(results[outs + n :]), list(results[:outs])
 
 
-@_compat.outside_dynamo(
+@outside_dynamo(
     "flexsn runs the eager loop: no kernel expresses this core, and gradients of the loops that Inductor compiles come out wrong. Compile "
     "without `fullgraph=True`, or under `torch.no_grad()`"
 )
@@ -66,7 +67,7 @@ def uncompiled_loop(
     return run_core(core, *seen, inputs, states, params, backend="torch", strict=False, sequences=sequences, num_outputs=num_outputs)
 
 
-@_compat.outside_dynamo(
+@outside_dynamo(
     "flexsn runs the call uncompiled: this PyTorch has moved what compiled calls stand on, as an `InterfaceWarning` says; or, without the "
     "warning, this neuron is a copy whose core captures a module, and Dynamo would read the original's flags and numbers (a core that is a "
     "module and holds the other is copied with it). Compile without `fullgraph=True`"
@@ -99,13 +100,13 @@ def compiled_loop(
     return finals, trail if sequences else [], outputs
 
 
-class LoopScan(_compat.HigherOrderOperator):
+class LoopScan(HigherOrderOperator):
     """`compiled_loop`, with numbers as constants. Where Dynamo gives up on it, the eager loop runs."""
 
     def __init__(self) -> None:
         super().__init__("flexsn_loop_scan")
 
-    @_compat.unseen_by_dynamo
+    @unseen_by_dynamo
     def __call__(self, *operands):
         return uncompiled_loop(*operands)
 

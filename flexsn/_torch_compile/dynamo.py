@@ -26,9 +26,10 @@ from .._operator.fallback import say_once, warn_once
 from .._operator.library import check_backend, choose_backend, text_of
 from .._program.captured import Blueprint, draw
 from .._program.symbolic_sizes import Sizes, exactly, settle_sizes
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
 from .._torch.availability import moved
+from .._torch.capture import no_modes
+from .._torch.tensors import is_symbolic, size_expression, unseen_size
+from .._torch.transforms import transforms_active
 from ..errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
 
 
@@ -85,13 +86,13 @@ def blueprint_of_body(
             stand_in = torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
             captured[_named(len(captured))] = stand_in
             return lambda *operands: stand_in
-        if _compat.is_symbolic(value) and _compat.symbol(value) in sources:  # Dynamo passes the sizes of operands
-            i, d = sources[_compat.symbol(value)]
-            return lambda *operands: _compat.size_of(operands[i], d)
+        if is_symbolic(value) and size_expression(value) in sources:  # Dynamo passes the sizes of operands
+            i, d = sources[size_expression(value)]
+            return lambda *operands: unseen_size(operands[i], d)
         number = float(value) if isinstance(value, (float, torch.SymFloat)) else int(value)
         return lambda *operands: number
 
-    with _compat.no_modes():
+    with no_modes():
         captured: dict[str, Tensor] = {}
         extras = [kind(value) for value in lifted]
 
@@ -124,8 +125,8 @@ def _size_sources(metas: Sequence[Meta | None]) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for i, meta in enumerate(metas):
         for d, n in enumerate(meta.shape if meta else ()):
-            if meta is not None and _compat.is_symbolic(n):
-                found.setdefault(_compat.symbol(n), (i, d - len(meta.shape)))
+            if meta is not None and is_symbolic(n):
+                found.setdefault(size_expression(n), (i, d - len(meta.shape)))
     return found
 
 
@@ -233,7 +234,7 @@ def _core_scan_variable(dynamo: Any) -> type:
         _HOP_NAME = "flexsn.scan"
 
         def _call_function(self, tx, args, kwargs):
-            if _compat_transforms.active():
+            if transforms_active():
                 raise Unsupported("a core under a `torch.func` transform: the transform runs uncompiled")
             with torch._dynamo.config.patch(specialize_float=True):  # numbers in a `partial` are constants of the kernel
                 args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))

@@ -17,8 +17,8 @@ from torch import Tensor
 from .._ir.graph import Graph, Node
 from .._ir.ops import OPS
 from .._operator.library import program_from
-from .._torch import core as _compat
-from .._torch import tracing as _compat_tracing
+from .._torch.tensors import is_symbolic, memory_of
+from .._torch.tracing import torch_scan_node
 from ..errors import DecomposeError
 
 Tensors = Sequence[Tensor]
@@ -92,21 +92,21 @@ def _forward(loop: Callable, text: str, inputs: Tensors, states, params: Tensors
 # --- loops ----------------------------------------------------------------------------------------------------------------
 def _scan(body: Body, first: list[Tensor], xs: list[Tensor], params: list[Tensor], core: str) -> tuple[list[Tensor], list[Tensor]]:
     T, n, m = xs[0].shape[0], len(first), len(first) + len(xs)
-    if not _compat.is_symbolic(T) and T == 0:
+    if not is_symbolic(T) and T == 0:
         return _unroll(body, first, xs, params, core)
 
     def combine(*operands: Any) -> list[Tensor]:
         new, kept = body(operands[n:m], operands[:n], operands[m : m + len(params)])
         return [*new, *kept]
 
-    sizes = [size for size in first[0].shape if _compat.is_symbolic(size)]  # Inductor finds symbols only among the operands
-    done = _compat_tracing.scan_node()(combine, first, xs, (*params, *sizes))
+    sizes = [size for size in first[0].shape if is_symbolic(size)]  # Inductor finds symbols only among the operands
+    done = torch_scan_node()(combine, first, xs, (*params, *sizes))
     return list(done[:n]), list(done[n:])
 
 
 def _unroll(body: Body, first: list[Tensor], xs: list[Tensor], params: list[Tensor], core: str) -> tuple[list[Tensor], list[Tensor]]:
     T = xs[0].shape[0]
-    if _compat.is_symbolic(T):
+    if is_symbolic(T):
         raise DecomposeError("has a dynamic T, and cannot be unrolled", core=core, hint='Export it with a fixed T, or use loop="scan".')
     if T == 0:
         _, kept = body([x.new_zeros(x.shape[1:]) for x in xs], first, params)
@@ -143,8 +143,8 @@ def _expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _distinct(tensors: Sequence[Tensor], besides: Sequence[Tensor] = ()) -> list[Tensor]:
     """Copies in place of what shares memory: a scan neither takes nor returns the same memory twice, nor returns what it takes."""
-    seen, found = {_compat.memory_of(t) for t in besides}, []
+    seen, found = {memory_of(t) for t in besides}, []
     for tensor in tensors:
-        found.append(tensor.clone() if _compat.memory_of(tensor) in seen else tensor)
-        seen.add(_compat.memory_of(tensor))
+        found.append(tensor.clone() if memory_of(tensor) in seen else tensor)
+        seen.add(memory_of(tensor))
     return found

@@ -19,16 +19,17 @@ from torch import Tensor
 from .._capture.reads import bound, stand_ins
 from .._operator.dispatch import look, run_core
 from .._operator.fallback import warn_once
-from .._torch import core as _compat
-from .._torch import tracing as _compat_tracing
-from .._torch import transforms as _compat_transforms
+from .._torch.capture import FakeTensorMode
+from .._torch.compiling import unseen_by_dynamo
+from .._torch.tracing import HigherOrderOperator, ProxyTorchDispatchMode, record_call, trace_body
+from .._torch.transforms import transforms_active, transforms_or_modes_active
 from ..errors import CannotFuseError
 from . import dynamo
 from .core_scan import core_scan, uncompiled_loop
 from .loops import Specs, check_scan_arguments, empty_results, python_loop, scan_operator
 
 
-class FlexSNScan(_compat.HigherOrderOperator):
+class FlexSNScan(HigherOrderOperator):
     """`flex_sn_scan(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=None)`.
 
     Args:
@@ -46,7 +47,7 @@ class FlexSNScan(_compat.HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("flex_sn_scan", cacheable=True)
 
-    @_compat.unseen_by_dynamo  # which would see a trace in its own; it takes the operator by `_compiled`
+    @unseen_by_dynamo  # which would see a trace in its own; it takes the operator by `_compiled`
     def __call__(
         self, core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
         output_template_specs: Specs = None,
@@ -55,7 +56,7 @@ class FlexSNScan(_compat.HigherOrderOperator):
         inputs, states, lifted = check_scan_arguments(core_fn, *counts, flat_args, output_template_specs)
         if inputs[0].shape[0] == 0:
             return empty_results(core_fn, inputs, states, lifted, num_outputs, output_template_specs, "sequence")
-        if _compat_transforms.active():
+        if transforms_active():
             return fused(core_fn, *counts, *flat_args)
         return super().__call__(core_fn, *counts, *flat_args)
 
@@ -67,7 +68,7 @@ def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int,
     """By the engine; where no kernel can express the core, by PyTorch's scan in a trace and by a Python loop outside, and under
     `torch.func`, of which PyTorch's scan knows too little."""
     n, m = num_inputs, num_inputs + num_states
-    traced = _compat_transforms.transformed() and not _compat_transforms.active()
+    traced = transforms_or_modes_active() and not transforms_active()
     try:
         _, sequences, outputs = run_core(
             core_fn, look(core_fn), {}, flat_args[:n], flat_args[n:m], flat_args[m:], backend="auto", strict=True, sequences=True,
@@ -83,16 +84,16 @@ def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int,
 @flex_sn_scan.py_impl(torch._C.DispatchKey.Autograd)
 def _autograd(core_fn, num_inputs, num_states, num_outputs, *flat_args):
     tensors = (*flat_args, *look(core_fn).tensors().values())
-    if not _compat_transforms.transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+    if not transforms_or_modes_active() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return fused(core_fn, num_inputs, num_states, num_outputs, *flat_args)
     with torch._C._AutoDispatchBelowAutograd():
-        return _compat.HigherOrderOperator.__call__(flex_sn_scan, core_fn, num_inputs, num_states, num_outputs, *flat_args)
+        return HigherOrderOperator.__call__(flex_sn_scan, core_fn, num_inputs, num_states, num_outputs, *flat_args)
 
 
 flex_sn_scan.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(fused)
 
 
-@flex_sn_scan.py_impl(_compat.FakeTensorMode)
+@flex_sn_scan.py_impl(FakeTensorMode)
 def _fake(mode, core_fn, num_inputs, num_states, num_outputs, *flat_args):
     with mode:
         return fused(core_fn, num_inputs, num_states, num_outputs, *flat_args)
@@ -104,14 +105,14 @@ def _functionalize(ctx, core_fn, num_inputs, num_states, num_outputs, *flat_args
         return ctx.wrap_tensors(fused(core_fn, num_inputs, num_states, num_outputs, *ctx.unwrap_tensors(flat_args)))
 
 
-@flex_sn_scan.py_impl(_compat.ProxyTorchDispatchMode)
+@flex_sn_scan.py_impl(ProxyTorchDispatchMode)
 def _proxy(mode, core_fn, num_inputs, num_states, num_outputs, *flat_args):
     counts = num_inputs, num_states, num_outputs
     step = [t.select(0, 0) if i < num_inputs else t for i, t in enumerate(flat_args)]
     lifting, captured = _lifting(core_fn)
-    body, read = _compat_tracing.trace_body(lifting, step, captured)
+    body, read = trace_body(lifting, step, captured)
     args = (*counts, *flat_args, *read)
-    return _compat_tracing.record_call(mode, flex_sn_scan, body, args, lambda: fused(core_fn, *counts, *flat_args))
+    return record_call(mode, flex_sn_scan, body, args, lambda: fused(core_fn, *counts, *flat_args))
 
 
 def _lifting(core_fn: Callable) -> tuple[Callable, list[Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._torch.partitioner import opname
+from .._torch.aot_autograd import opname
 
 
 def _viewed_outside(node: Any) -> bool:

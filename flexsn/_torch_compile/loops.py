@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .._capture.signature import core_name, make_signature
-from .._torch import tracing as _compat_tracing
-from .._torch import transforms as _compat_transforms
+from .._torch.tracing import let_graphs_read_scalars, torch_scan, torch_while_loop, traced_to_fx
+from .._torch.transforms import active_transforms, transforms_active
 from ..errors import (
     DoubleBackwardError,
     FlexSNError,
@@ -125,12 +125,12 @@ def lowerable_while_loop_scan_final_state(
 
 def lowerable_scan_available() -> bool:
     """Whether this PyTorch has the `scan` operator."""
-    return _compat_tracing.scan_operator() is not None
+    return torch_scan() is not None
 
 
 def lowerable_while_loop_available() -> bool:
     """Whether this PyTorch has the `while_loop` operator that stacks results."""
-    return _compat_tracing.while_loop_stack_operator() is not None
+    return torch_while_loop() is not None
 
 
 # --- a Python loop --------------------------------------------------------------------------------------------------------
@@ -158,17 +158,17 @@ def scan_operator(
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`lowerable_scan`, or with `states="final"` `lowerable_scan_final_state`."""
-    scan = _compat_tracing.scan_operator()
+    scan = torch_scan()
     if scan is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `scan` operator; use `eager_scan`")
     if torch.compiler.is_dynamo_compiling():
-        _compat_tracing.let_graphs_read_scalars()
+        let_graphs_read_scalars()
     inputs, first, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, first, lifted, num_outputs, output_template_specs, states)
     template = _step(core_fn, [x[0] for x in inputs], first, lifted, num_outputs)  # for shapes and errors: dead code once compiled
     init = [_fresh(v) for v in _as_returned(core_fn, first, template[num_outputs:])]
-    if not torch.compiler.is_dynamo_compiling() and _compat_transforms.active():
+    if not torch.compiler.is_dynamo_compiling() and transforms_active():
         _refuse_transforms("scan", "vmap")
         # `scan` wants states that start in as many runs as the core leaves them in: these values, batched as those are
         init = [torch.where(torch.zeros_like(y, dtype=torch.bool), y, v) for v, y in zip(init, template[num_outputs:], strict=True)]
@@ -201,14 +201,14 @@ def scan_operator(
 
 
 def _refuse_transforms(operator: str, *taken: str) -> None:
-    others = [name for name in _compat_transforms.names() if name not in taken]
+    others = [name for name in active_transforms() if name not in taken]
     if others:
         raise RuntimeError(f"PyTorch's `{operator}` does not run under `torch.func.{others[0]}`: use `eager_scan`")
 
 
 def _refuse_trace() -> None:
     """PyTorch's `while_loop` lifts no tensors that a body closes over but under Dynamo: elsewhere a trace would hold fakes of them."""
-    if _compat_tracing.traced_to_fx():
+    if traced_to_fx():
         raise RuntimeError(
             "PyTorch's `while_loop` cannot be traced by `make_fx` or by an export with `strict=False`: use `lowerable_scan`, or export "
             "with `strict=True`"
@@ -240,7 +240,7 @@ def while_loop_operator(
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`lowerable_while_loop_scan`, or with `states="final"` `lowerable_while_loop_scan_final_state`."""
-    while_loop = _compat_tracing.while_loop_stack_operator()
+    while_loop = torch_while_loop()
     if while_loop is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `while_loop` operator that stacks results; use `eager_scan`")
     if not torch.compiler.is_dynamo_compiling():

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.signature import make_signature
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
+from .._torch.autograd import current_backward
+from .._torch.compiling import break_graph, is_compiled, unseen_by_dynamo
+from .._torch.transforms import is_plain
 from ..errors import MonitorError
 from ..module import FlexSN
 from .monitor_record import LayerRecord, Limits, Norm, States
@@ -152,7 +153,7 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise MonitorError(f"a monitor looks into a model, not into {what}", hint="Give it an `nn.Module`: `flexsn.monitor(model)`.")
-    if any(map(_compat.is_compiled, model.modules())):
+    if any(map(is_compiled, model.modules())):
         raise MonitorError("the model is compiled, hooks and all", hint="Monitor it before `torch.compile`, or a copy of it.")
 
 
@@ -243,17 +244,17 @@ def _common_mode(model: nn.Module) -> str:
     return "s" if {_mode(m) for m in model.modules()} - {None} == {"s"} else "m"
 
 
-@_compat.unseen_by_dynamo
+@unseen_by_dynamo
 def _after_call(record: LayerRecord, common: str, module: nn.Module, inputs: Any, output: Any) -> None:
     """The forward hook."""
     if torch.compiler.is_dynamo_compiling():
-        _compat.break_graph("flexsn.monitor keeps values: leave its `with` before compiling")
+        break_graph("flexsn.monitor keeps values: leave its `with` before compiling")
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise MonitorError(f"{_name(record)} returns {type(first).__name__}, not a tensor", hint="Leave it out of `layers`.")
-    if not _compat_transforms.is_plain(first):
+    if not is_plain(first):
         raise MonitorError(f"{_name(record)} runs under torch.func or in a trace: no values to keep", hint="Leave the `with` before.")
-    if _compat.current_backward() >= 0:  # an activation checkpoint runs the call again
+    if current_backward() >= 0:  # an activation checkpoint runs the call again
         record.follow(first)
         return
     record.see(first, _states_after_call(record, module), 1 if (_mode(module) or common) == "s" else 2)

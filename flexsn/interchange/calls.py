@@ -12,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .._capture.signature import core_name
-from .._torch import core as _compat
+from .._torch.compiling import is_optimized_module
 from .._viz.monitor import watches
 from ..errors import InterchangeError
 
@@ -42,7 +42,7 @@ def check_calls(model: nn.Module) -> None:
 
 def _beside(module: nn.Module) -> tuple[str, str] | None:
     """What stands in the way, and what to do."""
-    if _compat.is_optimized_module(module):
+    if is_optimized_module(module):
         return "is compiled", "Give the model that was given to `torch.compile`."
     if isinstance(module, LazyModuleMixin):
         return "has no weights yet", "Call the model once: a lazy layer makes them then."

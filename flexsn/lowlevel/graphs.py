@@ -15,9 +15,9 @@ from torch import Tensor, fx
 
 from .._capture.reads import lock  # AOTAutograd swaps what belongs to the whole process, and puts it back
 from .._capture.signature import core_name
-from .._torch import core as _compat
-from .._torch import tracing as _compat_tracing
+from .._torch.aot_autograd import aot_graph, load_aot, min_cut
 from .._torch.availability import require
+from .._torch.capture import FakeTensorMode, fake_errors_unlogged, start_autograd
 from ..errors import FlexSNError, GraphCaptureError
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def generate_inference_graph(fn: Callable[..., Any], example_inputs: Sequence[An
     """
     traced = _Traced(fn, example_inputs)
     with _capturing(traced, [False] * len(traced.examples)) as tensors:
-        module = _compat_tracing.aot_graph(traced, tensors, joint=False)
+        module = aot_graph(traced, tensors, joint=False)
     _clean(module.graph, len(traced.differentiable))
     _pass_through(module.graph, traced.examples)
     return _finished(module)
@@ -71,9 +71,9 @@ def generate_forward_and_backward_graph(
         returned = traced.look(tensors)
         if not any(returned):
             raise GraphCaptureError("returns nothing that is differentiable in its examples", core=traced.name)
-        joint = _compat_tracing.aot_graph(traced, tensors, joint=True)
+        joint = aot_graph(traced, tensors, joint=True)
         _clean(joint.graph, len(returned))
-        forward, backward = _compat_tracing.min_cut(joint, len(returned))
+        forward, backward = min_cut(joint, len(returned))
     _name_cotangents(backward.graph, [k for k, differentiable in enumerate(returned) if differentiable])
     _pass_through(forward.graph, traced.examples)
     _pass_back(backward.graph, traced.examples)
@@ -118,11 +118,11 @@ def _capturing(traced: _Traced, flags: Sequence[bool]) -> Iterator[list[Tensor]]
     """Fake tensors like the examples, in the surroundings in which a core is traced."""
     require("flexsn.lowlevel")
     require("fused kernels")
-    _compat_tracing.load_aot()
-    _compat.start_autograd()
-    fake = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    load_aot()
+    start_autograd()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     autocasts = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
-    with lock, _compat.quiet(), torch.inference_mode(False), torch.enable_grad(), autocasts[0], autocasts[1]:
+    with lock, fake_errors_unlogged(), torch.inference_mode(False), torch.enable_grad(), autocasts[0], autocasts[1]:
         try:
             with fake:
                 tensors = [_like(e, flag) for e, flag in zip(traced.examples, flags, strict=True) if isinstance(e, Tensor)]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .._operator.no_gradient import no_forward_mode, refuse_forward_mode
-from .._torch import core as _compat
-from .._torch import transforms as _compat_transforms
+from .._torch.autograd import skipping_autograd
+from .._torch.transforms import active_transforms, transforms_active
 from ..errors import DoubleBackwardError, MissingGradientError, OperandCountError
 from . import launch as step_launch
 from .handles import get_flexsn_kernel_handle, handle_number, release_active_flexsn_kernel_handle, retain_flexsn_kernel_handle
@@ -192,10 +192,10 @@ def _autograd_of_inference(operator: Callable[..., list[Tensor]]) -> Callable[..
     def rule(handle: int, *others) -> list[Tensor]:
         tensors = [t for given in others for t in given if t is not None]
         refuse_forward_mode(_of(handle), tensors)
-        if _compat_transforms.active() and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if transforms_active() and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             hint = "`flexsn_inductor_training` is differentiable; pass detached tensors to the other operators."
             raise MissingGradientError("is differentiated by an operator that has no gradient", core=_of(handle), hint=hint)  # never zeros
-        with _compat.skipping_autograd():
+        with skipping_autograd():
             return operator(handle, *others)
 
     return rule
@@ -206,7 +206,7 @@ class _Training(torch.autograd.Function):
 
     @staticmethod
     def forward(operator: Callable[..., list[Tensor]], final: bool, handle: int, *flat_args):
-        with _compat.skipping_autograd():
+        with skipping_autograd():
             return tuple(operator(handle, list(flat_args)))
 
     @staticmethod
@@ -243,10 +243,10 @@ def _autograd_of_training(final: bool) -> Callable:
         def rule(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
             refuse_forward_mode(_of(handle), flat_args)
             if torch.is_grad_enabled() and any(t.requires_grad for t in flat_args):
-                if _compat_transforms.active():
-                    _refuse_transform(handle, _compat_transforms.names()[-1])
+                if transforms_active():
+                    _refuse_transform(handle, active_transforms()[-1])
                 return list(_Training.apply(operator, final, handle, *flat_args))
-            with _compat.skipping_autograd():
+            with skipping_autograd():
                 return operator(handle, flat_args)
 
         return rule

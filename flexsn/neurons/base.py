@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._capture.arguments import InitialStates, Stateful
 from .._capture.signature import positional_names
-from .._torch import transforms as _compat_transforms
+from .._torch.transforms import is_plain
 from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN
 
@@ -242,7 +242,7 @@ def smallest(value: float | Tensor) -> float:
     """NaN if any is; of a tensor without values, 1."""
     if not isinstance(value, Tensor):
         return value
-    if not (_compat_transforms.is_plain(value) and value.numel()):
+    if not (is_plain(value) and value.numel()):
         return 1.0
     return value.detach().amin().item()
 

@@ -159,7 +159,7 @@ struct Launch {
     if (!binary.function || !launch) return false;
     int32_t steps = T;
     int64_t neurons = N;
-    void* scratch = nullptr;  // two pointers to memory of the whole launch, which it does not use (`_compat.triton_function`)
+    void* scratch = nullptr;  // two pointers to memory of the whole launch, which it does not use (`_torch.cuda.triton_function`)
     std::vector<void*> parameters;
     for (void*& address : given) parameters.push_back(&address);
     for (const int64_t& size : dims) parameters.push_back(const_cast<int64_t*>(&size));

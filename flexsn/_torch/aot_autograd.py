@@ -1,7 +1,10 @@
-"""How AOTAutograd's partitioner, which cuts a graph into forward and backward, is kept from saving more than a neuron's backward needs."""
+"""Private names of AOTAutograd, each with the versions in which it was seen: its graphs, and what its partitioner saves."""
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,3 +51,27 @@ def opname(target: Any) -> str:
 
 
 _PASSED_THROUGH = {"view", "_unsafe_view", "reshape", "convert_element_type", "_to_copy", "clone", "expand", "unsqueeze"}
+
+
+@functools.cache
+def _aot() -> tuple[Any, Any]:
+    """AOTAutograd and its partitioner, imported on use; the warning filters that this adds (sympy's) go again."""
+    with warnings.catch_warnings():
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401  fake tensors need it  (2.11, 2.13)
+        from torch._functorch.aot_autograd import aot_export_joint_simple  # 2.11, 2.13
+        from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.11, 2.13
+    return aot_export_joint_simple, min_cut_rematerialization_partition
+
+
+def aot_graph(fn: Callable, tensors: Sequence[torch.Tensor], *, joint: bool) -> torch.fx.GraphModule:
+    """The functional ATen graph of `fn`, by AOTAutograd; `joint`: followed by its backward (`primals_*`, `tangents_*`)."""
+    return _aot()[0](fn, tuple(tensors), trace_joint=joint)
+
+
+def min_cut(joint: torch.fx.GraphModule, num_outputs: int) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """A joint graph cut in two, such that little is saved in between."""
+    return _aot()[1](joint, None, num_fwd_outputs=num_outputs)
+
+
+def load_aot() -> None:
+    _aot()

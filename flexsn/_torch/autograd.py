@@ -1,0 +1,62 @@
+"""Private names of autograd, each with the versions in which it was seen: its modes, hooks and running backwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def records_gradients() -> bool:
+    """Whether autograd follows what happens now: inference mode does without it, also where gradients are enabled inside."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def apply_function(function: type[torch.autograd.Function], first: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
+    """`function.apply(first, *tensors)` without transforms, past most of the Python in it."""
+    alive = [t if t is None else torch._C._functorch.unwrap_if_dead(t) for t in tensors]  # 2.11, 2.13: as there
+    return super(torch.autograd.Function, function).apply(first, *alive)  # type: ignore[misc]  # a method of its base, in C++
+
+
+def forward_ad_level() -> int:
+    """-1 outside of `torch.autograd.forward_ad.dual_level()`."""
+    return torch.autograd.forward_ad._current_level  # 2.11, 2.13
+
+
+def saved_tensors_hooks_there() -> bool:
+    """Whether saved-tensor hooks are active and see what autograd saves from here on."""
+    return not saved_tensors_hooks_off() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # 2.11, 2.13
+
+
+def saved_tensors_hooks_off() -> bool:
+    """Whether saved-tensor hooks, and so checkpointing, are refused here, as inside `torch.func.grad`."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # 2.11, 2.13
+
+
+def autocast_on() -> bool:
+    """Whether autocast is on for CPUs or GPUs: the public calls, which read a name each, where it is on for anything."""
+    return _any_autocast() and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+
+
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # 2.11, 2.13
+
+
+def below_autograd() -> bool:
+    """Whether autograd has had its turn: inside the rule of an operator for what comes after it."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # 2.11, 2.13
+
+
+def skipping_autograd() -> contextlib.AbstractContextManager:
+    """While inside, operators go past autograd."""
+    return torch._C._AutoDispatchBelowAutograd()  # 2.11, 2.13
+
+
+# Which backward runs on this thread: a number, or -1 for none; -1 where this name has moved, of which `_torch/availability.py` warns
+current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # 2.11, 2.13
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Called when the backward that runs on this thread ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # 2.11, 2.13
