@@ -481,7 +481,7 @@ def measure_cupy() -> dict:
 def run_tests() -> dict:
     """The parity matrix and the GPU's own tests, with operands on the GPU."""
     command = [sys.executable, "-m", "pytest", "-q", *"-p no:cacheprovider -p no:benchmark --device cuda".split()]
-    command += [*"-n 12 tests/test_parity.py tests/test_gpu.py".split()]
+    command += [*"-n 12 tests/operator/test_parity.py tests/gpu/test_gpu.py".split()]
     try:
         import xdist  # noqa: F401  whether it is there
     except ImportError:

@@ -20,7 +20,7 @@ PER_HOST = 8
 NVLINK, NETWORK = 360e9, 40e9  # bytes per second: of a GPU inside a host (NVLink without multicast), of a GPU's share of the network
 LATENCY = 20e-6  # seconds per stage of a tree between hosts
 MIB = 2**20
-VGG_PARAMS = 9_228_362  # of benchmarks/network.py's VGG-11, checked by tests/test_scaling.py
+VGG_PARAMS = 9_228_362  # of benchmarks/network.py's VGG-11, checked by tests/docs/test_scaling.py
 LINEAR = 16_384
 
 

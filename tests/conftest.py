@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `cores` and `helpers`, whatever pytest's import mode
+sys.path.insert(0, str(Path(__file__).parent))  # whatever pytest's import mode
+
+import folders
+
+sys.path[:0] = map(str, folders.ALL)  # `cores`, `helpers`, and test modules that others import
 
 _made: list[str] = []
 

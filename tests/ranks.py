@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
+import folders
+
 TIMEOUT = datetime.timedelta(seconds=60)  # of one collective
 
 
@@ -28,7 +29,7 @@ def launch(module, world, names, folder, backend="gloo", seconds=240):
 
 def start(module, world, names, folder, backend="gloo", seconds=240):
     """Exit codes and outputs; processes that have not ended after `seconds` are killed, and their code is -SIGKILL."""
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    environment = {**os.environ, "PYTHONPATH": folders.PATH, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     paths, children = [Path(folder, f"rank{k}.txt") for k in range(world)], []
     for k, path in enumerate(paths):

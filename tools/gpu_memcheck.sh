@@ -22,7 +22,7 @@ must_find() { # fault, tool, what the tool says of it
 must_find overrun memcheck "Invalid __global__"
 must_find unwritten initcheck "Uninitialized __global__"
 
-"$PYTHON" -m pytest tests/test_parity.py --device cuda -q -p no:cacheprovider --collect-only -k "$SELECTED" > "$FOLDER/collected" ||
+"$PYTHON" -m pytest tests/operator/test_parity.py --device cuda -q -p no:cacheprovider --collect-only -k "$SELECTED" > "$FOLDER/collected" ||
     { tail -20 "$FOLDER/collected" >&2; exit 2; }
 grep :: "$FOLDER/collected" > "$FOLDER/tests"
 check() { # memcheck looks at the generated kernels alone; initcheck must see every kernel, since any may write what they read

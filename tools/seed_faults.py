@@ -41,101 +41,101 @@ FAULTS = [
     Fault(
         "the backward does not reload checkpoints", "_codegen/cpp.py",
         'f"        if (start > 0) std::memcpy({role}_row, {a.role}_seq', 'f"        if (start < 0) std::memcpy({role}_row, {a.role}_seq',
-        "test_parity.py::test_wide_state_core_with_longer_chunks",
+        "operator/test_parity.py::test_wide_state_core_with_longer_chunks",
     ),
     Fault(
         "the last chunk ends one step early", "_codegen/cpp.py", "const int64_t end = start + K < T ? start + K : T;",
-        "const int64_t end = start + K < T ? start + K : T - (T > K);", "test_parity.py::test_final_states[leaky-float32]",
+        "const int64_t end = start + K < T ? start + K : T - (T > K);", "operator/test_parity.py::test_final_states[leaky-float32]",
     ),
     Fault(
         "rows are read past the end of an array", "_runtime/cpp/tile.h", "if (full) return row;", "if (true) return row;",
-        "test_sanitizers.py::test_nothing_beside_the_arrays_is_touched[far-(torch.float32,)]",
+        "system/test_sanitizers.py::test_nothing_beside_the_arrays_is_touched[far-(torch.float32,)]",
     ),
     Fault(
         "one element too many is stored", "_runtime/cpp/tile.h", "for (int64_t i = 0; i < n; ++i) out[begin + i]", "for (int64_t i = 0; i <= n; ++i) out[begin + i]",
-        "test_sanitizers.py::test_nothing_beside_the_arrays_is_touched[far-(torch.float32,)]",
+        "system/test_sanitizers.py::test_nothing_beside_the_arrays_is_touched[far-(torch.float32,)]",
     ),
     Fault(
         "half inputs are rounded after every op", "_program/captured.py", "torch.float32 if m.dtype in HALF else m.dtype) for i, m", "m.dtype) for i, m",
-        "test_parity.py::test_final_states[leaky-float16]",
+        "operator/test_parity.py::test_final_states[leaky-float16]",
     ),
     Fault(
-        "the compiler may contract a * b + c", "_runtime/cpp_kernel.py", '"-ffp-contract=off"', '"-ffp-contract=fast"', "test_parity.py::test_final_states[leaky-float32]",
+        "the compiler may contract a * b + c", "_runtime/cpp_kernel.py", '"-ffp-contract=off"', '"-ffp-contract=fast"', "operator/test_parity.py::test_final_states[leaky-float32]",
     ),
     Fault(
         "a folder that others can write is used", "_runtime/disk_cache.py", "bool(info.st_mode & stat.S_IWOTH or", "bool(0 or",
-        "test_security.py::test_folders_that_others_can_write",
+        "system/test_security.py::test_folders_that_others_can_write",
     ),
     Fault(
         "an entry that others can write is loaded", "_runtime/disk_cache.py", "info.st_uid != os.getuid() or info.st_mode & 0o022:", "False:",
-        "test_security.py::test_a_planted_library_is_not_loaded[an entry that everybody can write]",
+        "system/test_security.py::test_a_planted_library_is_not_loaded[an entry that everybody can write]",
     ),
     Fault(
-        "links are followed", "_runtime/disk_cache.py", "os.O_RDONLY | os.O_NOFOLLOW", "os.O_RDONLY", "test_launch_cpp.py::test_entry_that_is_a_link_is_not_loaded",
+        "links are followed", "_runtime/disk_cache.py", "os.O_RDONLY | os.O_NOFOLLOW", "os.O_RDONLY", "runtime/test_launch_cpp.py::test_entry_that_is_a_link_is_not_loaded",
     ),
     Fault(
         "the hash of an entry is not looked at", "_runtime/disk_cache.py", "return hashlib.sha256(file.read()).hexdigest() == path",
-        "return hashlib.sha256(file.read()).hexdigest() != path", "test_faults.py::test_a_damaged_entry_is_built_anew[one bit]",
+        "return hashlib.sha256(file.read()).hexdigest() != path", "system/test_faults.py::test_a_damaged_entry_is_built_anew[one bit]",
     ),
     Fault(
         "the key forgets the compiler", "_runtime/cpp_kernel.py", "*launch_compiler.identity(), _processor()", "_processor()",
-        "test_launch_cpp.py::test_what_the_key_depends_on",
+        "runtime/test_launch_cpp.py::test_what_the_key_depends_on",
     ),
     Fault(
         "a library enters the cache untried", "_runtime/cpp_kernel.py", "        _entry_point(library, None, symbol)\n", "",
-        "test_faults.py::test_a_compiler_that_makes_something_else[text]",
+        "system/test_faults.py::test_a_compiler_that_makes_something_else[text]",
     ),
     Fault(
         "the compiler is run by a shell", "_runtime/cpp_compiler.py", "            list(command), stdin", '            " ".join(command), shell=True, stdin',
-        "test_security.py::test_odd_paths_reach_the_compiler_as_they_are",
+        "system/test_security.py::test_odd_paths_reach_the_compiler_as_they_are",
     ),
     Fault(
         "a compiler may take for ever", "_runtime/cpp_compiler.py", "        if left <= 0:\n            return None\n", "        left = 1.0\n",
-        "test_faults.py::test_a_compiler_that_hangs",
+        "system/test_faults.py::test_a_compiler_that_hangs",
     ),
     Fault(
         "all that a compiler says is kept", "_runtime/cpp_compiler.py", "(kept + block)[-_KEPT:]", "kept + block",
-        "test_faults.py::test_a_compiler_that_prints_megabytes",
+        "system/test_faults.py::test_a_compiler_that_prints_megabytes",
     ),
     Fault(
         "a full disk is taken for a failing compiler", "_runtime/cpp_compiler.py", 'if "No space left" in said', 'if "nothing" in said',
-        "test_faults.py::test_a_full_disk",
+        "system/test_faults.py::test_a_full_disk",
     ),
     Fault(
         "threads do not wait for each other's builds", "_runtime/cpp_kernel.py", "kernel, build = _kernels.get(key), _builds.get(key)",
-        "kernel, build = _kernels.get(key), None", "test_load.py::test_64_threads_that_compile_the_same_core_build_once",
+        "kernel, build = _kernels.get(key), None", "system/test_load.py::test_64_threads_that_compile_the_same_core_build_once",
     ),
     Fault(
         "a core is captured without the lock", "_program/compiled.py", "    with lock:\n        if exact in", "    if True:\n        if exact in",
-        "test_load.py::test_64_threads_that_compile_the_same_core_build_once",
+        "system/test_load.py::test_64_threads_that_compile_the_same_core_build_once",
     ),
     Fault(
         "kernels use threads in a forked child", "_runtime/fork.py", "return 1 if _forked else torch", "return torch",
-        "test_faults.py::test_in_a_forked_child[threads of a kernel]",
+        "system/test_faults.py::test_in_a_forked_child[threads of a kernel]",
     ),
     Fault(
         "ops inside a call use threads in a forked child",
         "_runtime/fork.py",
         "return _forked and torch.get_num_threads() > 1",
         "return False",
-        "test_faults.py::test_in_a_forked_child[forward and backward]",
+        "system/test_faults.py::test_in_a_forked_child[forward and backward]",
     ),
     Fault(
         "a fork does not wait for the lock", "_capture/reads.py", "os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)\n",
-        "", "test_faults.py::test_a_fork_while_a_thread_has_swapped_what_a_core_captured",
+        "", "system/test_faults.py::test_a_fork_while_a_thread_has_swapped_what_a_core_captured",
     ),
     Fault(
         "a table keeps every core", "_operator/dispatch.py", "    if not isinstance(core, types.FunctionType):\n        return _looks.get(core)\n",
         "    _looks[core] = vars(core).get(reading.KEPT)\n    if not isinstance(core, types.FunctionType):\n        return _looks.get(core)\n",
-        "test_load.py::test_a_dropped_module_dies[closure over its network]",
+        "system/test_load.py::test_a_dropped_module_dies[closure over its network]",
     ),
     Fault(
         "what is known of a core holds it", "_capture/reads_look.py", "                return Core(weakref.ref(value))\n", "                return own\n",
-        "test_load.py::test_a_dropped_core_dies[Learned-scan]",
+        "system/test_load.py::test_a_dropped_core_dies[Learned-scan]",
     ),
     Fault(
         "gradients of two params share memory", "_program/compiled.py", "if apart else found", "if False else found",
-        "test_parity.py::test_gradients_of_params_share_no_memory[0-scan]",
+        "operator/test_parity.py::test_gradients_of_params_share_no_memory[0-scan]",
     ),
     Fault(
         "what a core differentiates requires grad in every call", "_operator/call.py", "if need or everything]", "if True]",
@@ -143,93 +143,93 @@ FAULTS = [
     ),
     Fault(
         "a core is recorded in inference mode", "_capture/trace.py", "torch.inference_mode(False), ", "",
-        "test_load.py::test_the_first_call_of_a_core_that_views_a_tensor_trains_nothing[0-False-inference_mode]",
+        "system/test_load.py::test_the_first_call_of_a_core_that_views_a_tensor_trains_nothing[0-False-inference_mode]",
     ),
     Fault(
         "a door passes a half-precision param on as it is", "_operator/call.py", "(places, None) if names is not None and not cast else", "(places, None) if names is not None else",
-        "test_native.py::test_params_of_half_precision_are_computed_in_single",
+        "runtime/test_native.py::test_params_of_half_precision_are_computed_in_single",
     ),
     Fault(
-        "values of a trace hold autograd's graph", "_capture/trace.py", "        _let_go(recorder.graph)\n", "", "test_load.py::test_a_dropped_module_dies[closure]",
+        "values of a trace hold autograd's graph", "_capture/trace.py", "        _let_go(recorder.graph)\n", "", "system/test_load.py::test_a_dropped_module_dies[closure]",
     ),
     Fault(
         "kernels are never unloaded", "_runtime/cpp_kernel.py", "        weakref.finalize(owner, _ctypes.dlclose, library._handle).atexit = False\n", "        pass\n",
-        "test_load.py::test_kernels_that_no_program_uses_are_unloaded",
+        "system/test_load.py::test_kernels_that_no_program_uses_are_unloaded",
     ),
     Fault(
         "names of the user stand in code as they are", "_ir/identifiers.py", '    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,40}", name) or', "    if",
-        "test_security.py::test_no_text_of_a_stranger_reaches_generated_code[lif]",
+        "system/test_security.py::test_no_text_of_a_stranger_reaches_generated_code[lif]",
     ),
     Fault(
         "comments hold what the user wrote", "_codegen/language.py", 'return re.sub(r"[^\\x20-\\x7e]|\\\\|\\?\\?", "_", text)[:110].rstrip()', "return text[:110].rstrip()",
-        "test_security.py::test_what_stands_in_comments_stays_there",
+        "system/test_security.py::test_what_stands_in_comments_stays_there",
     ),
     Fault(
         "a program may name any operator", "_program/serialize.py", "    if found._schema.is_mutable:\n", "    if False:\n",
-        "test_security.py::test_operators_that_do_more_than_compute_are_refused",
+        "system/test_security.py::test_operators_that_do_more_than_compute_are_refused",
     ),
     Fault(
         "operators do not look at what they are given", "_operator/library.py", "    for a in launch.kernel.plan.reads:\n", "    for a in ():\n",
-        "test_security.py::test_operands_of_the_operators_are_checked",
+        "system/test_security.py::test_operands_of_the_operators_are_checked",
     ),
     Fault(
         "kernels read wherever a pointer leads", "_operator/call.py", "t.device != self._device:", "False:",
-        "test_native.py::test_what_hooks_unpack_on_another_device_is_refused[first call]",
+        "runtime/test_native.py::test_what_hooks_unpack_on_another_device_is_refused[first call]",
     ),
     Fault(
         "what a vmap left is another transform's", "_operator/dispatch.py", "        stale = left_by_an_ended_vmap\n", "        return\n",
-        "test_transforms.py::test_states_that_a_vmap_left_are_no_other_transforms[auto-grad]",
+        "operator/test_transforms.py::test_states_that_a_vmap_left_are_no_other_transforms[auto-grad]",
     ),
     Fault(
         "PyTorch's scan runs under every transform", "_torch_compile/hop.py", " and not transforms_active()\n", "\n",
-        "test_hop.py::test_transforms_of_what_no_kernel_expresses[grad-mixing]",
+        "torch_compile/test_hop.py::test_transforms_of_what_no_kernel_expresses[grad-mixing]",
     ),
     Fault(
         "Dynamo compiles what asks for transforms", "_torch/transforms.py", "@unseen_by_dynamo\ndef active_transforms", "def active_transforms",
-        "test_loops.py::test_mistakes_compiled[no input-while_loop]",
+        "torch_compile/test_loops.py::test_mistakes_compiled[no input-while_loop]",
     ),
     Fault(
         "a core does not call its network", "_capture/reads_look.py", "            self.passed_on.add(id(value))\n", "            return\n",
-        "test_reads.py::test_what_a_core_reads_of_its_network_in_any_way[method-ByCall]",
+        "capture/test_reads.py::test_what_a_core_reads_of_its_network_in_any_way[method-ByCall]",
     ),
     Fault(
         "Dynamo compiles the operator's own rules", "_torch_compile/hop.py", "    @unseen_by_dynamo  # which would", "    # which would",
-        "test_hop.py::test_gradients_between_compiled_parts",
+        "torch_compile/test_hop.py::test_gradients_between_compiled_parts",
     ),
     Fault(
         "generated code drops tangents", "_torch_compile/call_sites.py", "        if forward_ad_level() >= 0:\n", "        if False:\n",
-        "test_transforms.py::test_a_compiled_call_drops_no_tangents[inductor-False]",
+        "operator/test_transforms.py::test_a_compiled_call_drops_no_tangents[inductor-False]",
     ),
     Fault(
         "Inductor is not told of the operators", "_torch_compile/call_sites.py", "WHEN_TRACED.append(prepare_inductor)\n", "prepare_inductor\n",
-        "test_compile.py::test_inductor_fuses_the_prologue_with_what_makes_the_params",
+        "torch_compile/test_compile.py::test_inductor_fuses_the_prologue_with_what_makes_the_params",
     ),
     Fault(
         "a stateless core's results lie as its operands do", "lowlevel/stateless.py", "y.contiguous()", "y",
-        "test_stateless.py::test_results_are_contiguous[None]",
+        "lowlevel/test_stateless.py::test_results_are_contiguous[None]",
     ),
     Fault(
         "Inductor's gradients of PyTorch's scan are trusted", "_torch_compile/loops.py", '            dynamo.doubt_gradients("scan")\n', "            pass\n",
-        "test_loops.py::test_gradients_of_compilers_that_are_not_known_are_doubted[another]",
+        "torch_compile/test_loops.py::test_gradients_of_compilers_that_are_not_known_are_doubted[another]",
     ),
     Fault(
         "handles drop tangents", "lowlevel/operators.py", "        tensors = [t for given in others for t in given if t is not None]\n        refuse_forward_mode(_of(handle), tensors)\n",
-        "        tensors = [t for given in others for t in given if t is not None]\n", "test_lowlevel_ops.py::test_forward_mode_is_refused[inference-False]",
+        "        tensors = [t for given in others for t in given if t is not None]\n", "lowlevel/test_lowlevel_ops.py::test_forward_mode_is_refused[inference-False]",
     ),
     Fault(
         "what a network keeps is its neuron's", "_capture/reads_look.py", "        if network:\n            self.network(path, module, own, depth)\n",
-        "        if False:\n            self.network(path, module, own, depth)\n", "test_reads.py::test_what_a_core_can_reach_and_does_not_read_stays_the_networks[method]",
+        "        if False:\n            self.network(path, module, own, depth)\n", "capture/test_reads.py::test_what_a_core_can_reach_and_does_not_read_stays_the_networks[method]",
     ),
     Fault(
         "zeros outlive the cotangent that they were made from", "_ir/graph.py", "    return bool(const.of) and", "    return False and",
-        "test_fuzz_findings.py::test_zeros_made_from_an_absent_cotangent_are_absent[rounded]",
+        "system/test_fuzz_findings.py::test_zeros_made_from_an_absent_cotangent_are_absent[rounded]",
     ),
     Fault(
         "cotangents are taken in another order of memory", "_runtime/layout.py", "        return dense(grad, leading, order)\n", "        return grad.contiguous()\n",
-        "test_rows.py::test_memory_in_any_order[(3, 1, 1)-channels_last]",
+        "runtime/test_rows.py::test_memory_in_any_order[(3, 1, 1)-channels_last]",
     ),
     Fault(
-        "a moved interface is not named", "_torch/availability.py", "    if not missing:\n", "    if True:\n", "test_compatibility.py::test_it_is_said_once",
+        "a moved interface is not named", "_torch/availability.py", "    if not missing:\n", "    if True:\n", "torch_names/test_compatibility.py::test_it_is_said_once",
     ),
 ]  # fmt: skip
 

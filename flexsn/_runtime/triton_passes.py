@@ -4,7 +4,7 @@ For every load and store, Triton looks through all that is connected to it for t
 the unrolled steps of a chunk that is most of a build, and where it gives loads another layout than the arithmetic, values go
 through shared memory between the two. Here the widest access is known: how many neurons a thread has side by side. So it is
 written into the one layout that all tensors of a kernel share, and nothing is left to look for. Where a thread has one neuron
-the binary is Triton's own, to the byte; else its loads and stores are (`tests/test_triton.py` compares).
+the binary is Triton's own, to the byte; else its loads and stores are (`tests/codegen/test_triton.py` compares).
 
 Triton 3.6.0 has a hook by which a program exchanges stages of its compiler; this module sets it. Other versions, GPUs that
 are not NVIDIA's, and programs that exchange this stage themselves get Triton's own passes.

@@ -1,4 +1,4 @@
-"""Many cases in one go: labels in, verdicts and statistics out. Used by tests/test_fuzz.py and tools/fuzz.py."""
+"""Many cases in one go: labels in, verdicts and statistics out. Used by tests/system/test_fuzz.py and tools/fuzz.py."""
 
 from __future__ import annotations
 

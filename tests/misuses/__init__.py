@@ -1,4 +1,4 @@
-"""Misuses of flexsn as data: what somebody does, and what has to happen. `tests/test_misuse.py` runs every row,
+"""Misuses of flexsn as data: what somebody does, and what has to happen. `tests/system/test_misuse.py` runs every row,
 `tools/misuse_table.py` writes them to `docs/misuse.md`.
 
 A row is a function of the backend that does the misuse and returns `(got, want)`: what flexsn gave, and what plain PyTorch

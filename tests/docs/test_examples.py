@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CHANCE = {"japanese_vowels": 1 / 9, "pig_cvp": 1 / 52, "events_tonic": 1 / 10, "two_compartments": 1 / 10, "lightning_digits": 1 / 10}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent.parent / "examples" / "train_distributed.py"
+PROGRAM = Path(__file__).parents[2] / "examples" / "train_distributed.py"
 
 
 def command(processes, out, *options):

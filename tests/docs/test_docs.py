@@ -16,7 +16,7 @@ import torch
 
 import flexsn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import seed_faults  # noqa: E402  (tools/ is not a package)

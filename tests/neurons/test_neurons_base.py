@@ -15,7 +15,7 @@ from flexsn import neurons, surrogate
 from flexsn.errors import ArgumentError
 
 X = 2 * torch.rand(9, 3, 4, generator=torch.Generator().manual_seed(0))
-EAGER = {"backend": "torch"}  # where the kernel is not the point: that is tests/test_neurons_fused.py
+EAGER = {"backend": "torch"}  # where the kernel is not the point: that is tests/neurons/test_neurons_fused.py
 
 
 def test_arguments_are_those_of_the_core():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 KEYS = {
     "test_accuracy", "test_accuracy_per_epoch", "test_images", "loss_first", "loss_last_epoch", "loss_per_epoch",
     "seconds", "step_seconds_fused", "step_seconds_eager", "speed_up", "seed", "epochs", "steps", "hidden",

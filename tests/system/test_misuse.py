@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import folders
 import misuses
 import pytest
 import torch
@@ -18,7 +19,7 @@ import flexsn
 from flexsn import errors
 from flexsn._operator import fallback
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import misuse_table  # noqa: E402  (tools/ is not a package)
@@ -102,9 +103,9 @@ def test_misuse(name, backend, patience, monkeypatch):
 def test_misuses_that_might_crash():
     """In a process of their own: what a crash or a hang keeps from reporting is missing from the report."""
     code = "import test_misuse; test_misuse.report_risky()"
-    folders = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = f"{folders.PATH}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": folders}, capture_output=True, text=True, check=False, timeout=2 * PATIENCE
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=2 * PATIENCE
     )  # fmt: skip
     report = dict(json.loads(line) for line in done.stdout.splitlines())
     assert report == {f"{name} {backend}": "as expected" for name, backend in RISKY}, done.stderr[-2000:]

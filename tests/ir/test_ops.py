@@ -19,7 +19,7 @@ from flexsn._plan import plan
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._runtime.backends import BACKENDS
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import op_table
 

@@ -11,12 +11,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import folders
 import pytest
 from nursery import Nursery
 
 import flexsn
 
-TESTS = Path(__file__).parent
 ROOT = Path(flexsn.__file__).parent.parent
 
 
@@ -30,10 +30,11 @@ def nursery(tmp_path_factory):
 # --- arrays that end, or begin, where nothing may be touched ------------------------------------------------------------
 GUARDED = """
 import ctypes, mmap, os, sys, types
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 import torch, flexsn, helpers
 from cores import leaky, lif, relu_mem
-from flexsn import launch_cpp, memory
+from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._runtime import memory
 
 PAGE = mmap.PAGESIZE
 libc = ctypes.CDLL(None, use_errno=True)
@@ -102,7 +103,7 @@ print("done")
 
 OVERRUN = """
 from test_launch_cpp import tiny_plan
-from flexsn import render_cpp
+from flexsn._codegen import cpp as render_cpp
 made_plan = tiny_plan(0.5)
 kernel = launch_cpp.load(made_plan, render_cpp.render(made_plan))
 x, v, final, y = guarded((3, 5)), guarded(5), guarded(5), guarded((3, 5))
@@ -116,13 +117,13 @@ kernel.bind([True] * 4, 3, 5 + %d)(arrays, [])
 @pytest.mark.parametrize("dtypes", ["(torch.float32,)", pytest.param("(torch.float16, torch.int16)", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("side", ["far", "near"])
 def test_nothing_beside_the_arrays_is_touched(nursery, tmp_path, side, dtypes):
-    code = GUARDED.format(tests=str(TESTS), side=side) + MATRIX.replace("{dtypes}", dtypes) + LARGE
+    code = GUARDED.format(tests=list(map(str, folders.ALL)), side=side) + MATRIX.replace("{dtypes}", dtypes) + LARGE
     found = nursery.run(code, tmp_path / ".." / "guarded")
     assert found == (0, "done\ndone\n"), found
 
 
 def test_guards_kill_an_overrun(nursery, tmp_path):
-    code = GUARDED.format(tests=str(TESTS), side="far") + OVERRUN % 1
+    code = GUARDED.format(tests=list(map(str, folders.ALL)), side="far") + OVERRUN % 1
     assert nursery.run(code, tmp_path / ".." / "guarded") == (-signal.SIGSEGV, "in bounds\n")
 
 
@@ -132,7 +133,7 @@ import torch
 import helpers
 helpers.backends = lambda: ("cpp",)
 import test_parity as parity
-from flexsn import launch_cpp
+from flexsn._runtime import cpp_kernel as launch_cpp
 
 def run(name, *arguments):
     torch.manual_seed(0)
@@ -195,7 +196,7 @@ def sanitized(tmp_path, code):
     wrapper.chmod(0o700)
     environment = os.environ | {
         "CXX": str(wrapper), "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1",
-        "FLEXSN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": f"{ROOT}:{TESTS}", "OMP_WAIT_POLICY": "passive",
+        "FLEXSN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": folders.PATH, "OMP_WAIT_POLICY": "passive",
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert any(b"__asan_report" in p.read_bytes() for p in (tmp_path / "cache" / "cpp").glob("*.so")), done.stderr[-2000:]
@@ -211,7 +212,8 @@ def test_parity_under_sanitizers(tmp_path, name):
 
 OUTSIDE = """
 import torch
-from flexsn import launch_cpp, render_cpp
+from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._codegen import cpp as render_cpp
 from helpers import run_kernel
 from test_launch_cpp import tiny_plan
 

@@ -20,7 +20,7 @@ from flexsn._cli.outcome import UsageError
 from flexsn._cli.target import load_target
 from flexsn._runtime import native as launch_native
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIF = f"{ROOT}/examples/lif.py:lif"
 
 

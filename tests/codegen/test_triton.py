@@ -1,6 +1,6 @@
 """The Triton backend without a GPU: source, binaries for GPUs that are not there, and the kernels in Triton's interpreter.
 
-`python tests/test_triton.py sm_90 lif adaptive_lif` builds the golden kernels of these cores and prints what ptxas reports.
+`python tests/codegen/test_triton.py sm_90 lif adaptive_lif` builds the golden kernels of these cores and prints what ptxas reports.
 """
 
 import ast
@@ -23,6 +23,7 @@ import warnings
 import weakref
 from pathlib import Path
 
+import folders
 import pytest
 import torch
 from cores import adlif, leaky, lif, plif
@@ -41,16 +42,15 @@ from flexsn._version import __version__
 from flexsn.errors import BackendError, BackendUnavailableError
 from flexsn.scan import look
 
-TESTS = Path(__file__).parent
 f16, f32, f64, bf16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
-fused = functools.partial(check, only="triton")  # this file is about one backend; tests/test_parity.py runs all
+fused = functools.partial(check, only="triton")  # this file is about one backend; tests/operator/test_parity.py runs all
 # what Triton itself refuses to do without a GPU: these tests are the interpreter's
 interpreted = pytest.mark.skipif("config.getoption('--device') == 'cuda'", reason="operands on a GPU: kernels are not interpreted")
 
 
 def _benchmarked():
     """benchmarks/cores.py, beside tests/cores.py."""
-    spec = importlib.util.spec_from_file_location("benchmarked_cores", TESTS.parent / "benchmarks" / "cores.py")
+    spec = importlib.util.spec_from_file_location("benchmarked_cores", folders.ROOT / "benchmarks" / "cores.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -122,11 +122,11 @@ def sources(names):
 
 @pytest.mark.parametrize("name", [f"{n}_{k}" for n in CASES for k in KERNELS])
 def test_golden(name, update_golden):
-    """After a wanted change of the renderer: `pytest tests/test_triton.py --update-golden`, and read the diff."""
+    """After a wanted change of the renderer: `pytest tests/codegen/test_triton.py --update-golden`, and read the diff."""
     core, _, kernel = name.rpartition("_")
     text = render_triton.render(plans(core)[kernel]).replace(f"flexsn {__version__}", "flexsn")
     text = re.sub(r"test_triton\.py:\d+", "test_triton.py", text)  # the lines of this file move
-    path = TESTS / "golden" / f"{name}.py.txt"
+    path = folders.TESTS / "golden" / f"{name}.py.txt"
     if update_golden:
         path.write_text(text)
     assert text == path.read_text()
@@ -139,7 +139,7 @@ def kernel_names(text):
 
 def child(code, **environment):
     """A new process, without what conftest sets for this one; an environment variable of None is removed."""
-    env = os.environ | {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "TRITON_INTERPRET": None} | environment
+    env = os.environ | {"PYTHONPATH": folders.PATH, "TRITON_INTERPRET": None} | environment
     env = {k: v for k, v in env.items() if v is not None}
     done = subprocess.run([sys.executable, *code], env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
@@ -500,7 +500,7 @@ def test_neurons_per_thread():
 
 def test_tiles_are_near_the_best_ones_that_were_measured():
     """On an H200, at the chunks that the plan chooses: within 5% in time."""
-    rows = json.loads((TESTS.parent / "benchmarks" / "results" / "gpu_tune_h200.json").read_text())["rows"]
+    rows = json.loads((folders.ROOT / "benchmarks" / "results" / "gpu_tune_h200.json").read_text())["rows"]
     case = lambda row: (row["core"] + "_half" * (row["dtype"] == "float16"), row["kernel"], row["T"], row["N"])
     slower = {}
     for key, measured_tiles in itertools.groupby(sorted(rows, key=case), key=case):

@@ -432,7 +432,7 @@ UNPICKLE = """
 import pickle, sys, torch
 sys.path.insert(0, {tests!r})
 import security_core
-from flexsn import text
+from flexsn._program import serialize as text
 
 events = []
 watched = ("core", "exec", "compile", "subprocess.Popen", "os.system", "ctypes.dlopen", "import", "os.fork", "socket")

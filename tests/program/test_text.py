@@ -1,10 +1,11 @@
 """A program as text: it reads back as it was written, means the same in every process, and broken ones are refused."""
 
 import json
+import os
 import subprocess
 import sys
-from pathlib import Path
 
+import folders
 import pytest
 import torch
 from cores import adlif, leaky, lif, plif, relu_mem
@@ -107,7 +108,9 @@ def test_the_text_names_no_device_and_no_object():
 
 def test_two_processes_write_the_same():
     code = "import test_text\nfor make in test_text.CASES.values(): print(test_text.text.write(make(), vjp=True))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": folders.PATH}, capture_output=True, text=True, check=False
+    )
     assert done.stdout.splitlines() == [text.write(make(), vjp=True) for make in CASES.values()], done.stderr
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import flexsn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import scaling_model  # noqa: E402  (benchmarks/ is not a package)

@@ -32,7 +32,7 @@ def drive(scale=1.6, shape=(T, N)):
 
 def compare(ours, theirs, x, states, *, tolerance=EXACT):
     """`theirs(x)` gives the output and a dict of state sequences; `states` names them in the order of ours."""
-    ours.store_state_seqs, ours.backend = True, "torch"  # tests/test_neurons_fused.py: kernels give what this loop gives
+    ours.store_state_seqs, ours.backend = True, "torch"  # tests/neurons/test_neurons_fused.py: kernels give what this loop gives
     found = []
     for run in (lambda x: (ours(x), dict(zip(states, ours.state_seqs, strict=True))), theirs):
         leaf = x.clone().requires_grad_()

@@ -25,7 +25,7 @@ from flexsn.errors import BuildError
 # one call of one kernel, and its right result; prints how many kernels were built
 USE = """
 import torch, flexsn
-from flexsn import launch_cpp
+from flexsn._runtime import cpp_kernel as launch_cpp
 
 built, build = [], launch_cpp._build
 launch_cpp._build = lambda source, path: (build(source, path), built.append(path))
@@ -92,7 +92,9 @@ def test_processes_that_race_on_a_cold_cache(nursery, copier, tmp_path, compiler
 DIES = (
     """
 import os, signal, sys
-from flexsn import launch_cache, launch_compiler, launch_cpp
+from flexsn._runtime import disk_cache as launch_cache
+from flexsn._runtime import cpp_compiler as launch_compiler
+from flexsn._runtime import cpp_kernel as launch_cpp
 
 files = {m.__file__ for m in (launch_cache, launch_compiler, launch_cpp)}
 left = int(os.environ["LINES"])
@@ -256,7 +258,7 @@ NO_SPACE = (
     """
 import errno, os
 from pathlib import Path
-from flexsn import launch_cache
+from flexsn._runtime import disk_cache as launch_cache
 
 where, point = os.environ["FLEXSN_CACHE_DIR"], os.environ["POINT"]
 kind, name = point.split(".")
@@ -464,7 +466,7 @@ def test_a_time_limit_that_is_none(monkeypatch, given):
 LOADER = """
 import torch, flexsn
 from torch.utils.data import DataLoader, Dataset
-from flexsn import forks
+from flexsn._runtime import fork as forks
 
 forks._forked = False  # stands for a process of its own: its mother started no thread
 torch.set_num_threads(2)
@@ -502,7 +504,9 @@ def test_workers_of_a_loader_after_first_use(nursery, tmp_path):
 # forks after OpenMP's threads have started; what the child runs is appended
 FORKS = """
 import os, signal, threading, time, torch, flexsn
-from flexsn import forks, launch_cpp, reads
+from flexsn._runtime import fork as forks
+from flexsn._runtime import cpp_kernel as launch_cpp
+from flexsn._capture import reads
 
 forks._forked = False  # stands for a process of its own: its mother started no thread
 torch.set_num_threads(2)

@@ -19,7 +19,7 @@ from flexsn._ir.graph import Builder
 from flexsn._program import compiled as compiling
 from flexsn._version import __version__
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 f32, f64 = torch.float32, torch.float64
 
 
@@ -36,7 +36,7 @@ def lif_sources():
 
 @pytest.mark.parametrize("name", ["lif_forward", "lif_backward"])
 def test_golden(name, update_golden):
-    """After a wanted change of the renderer: `pytest tests/test_render_cpp.py --update-golden`, and read the diff."""
+    """After a wanted change of the renderer: `pytest tests/codegen/test_render_cpp.py --update-golden`, and read the diff."""
     text = render_cpp.render(lif_sources()[name]).replace(f"flexsn {__version__}", "flexsn")
     path = GOLDEN / f"{name}.cpp"
     if update_golden:

@@ -1,6 +1,5 @@
 """The fuzzer, for a minute: 300 cores in few libraries, some as users get them, some in Triton's interpreter. At length: `make fuzz`."""
 
-import importlib
 import subprocess
 import sys
 from collections import Counter, OrderedDict
@@ -14,6 +13,7 @@ from fuzzing.check import check
 from fuzzing.vocabulary import CLOSED, COMPOSITES, Word
 
 import flexsn
+from flexsn._capture import decompositions as decompose
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._codegen import cpp as render_cpp
@@ -25,7 +25,6 @@ from flexsn._program.compiled import program_of
 from flexsn.errors import UnsupportedOpError
 
 SEED = 1
-decompose = importlib.import_module("flexsn.decompose")  # `flexsn.decompose` is a function
 
 
 def judged(first, last, **options):

@@ -178,7 +178,7 @@ def test_default_folder(monkeypatch, tmp_path):
 # --- other processes and threads -----------------------------------------------------------------------------------------------
 CHILD = """
 import torch, flexsn
-from flexsn import launch_cpp
+from flexsn._runtime import cpp_kernel as launch_cpp
 
 builds = []
 original = launch_cpp._build

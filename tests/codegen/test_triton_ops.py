@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import folders
 import pytest
 import torch
 from helpers import run_kernel
@@ -114,8 +114,7 @@ eq ne lt le gt ge isnan signbit where""".split()
 def test_every_op_builds(tmp_path):
     """For sm_90, where what has to be exact has neither approximate instructions nor such that take denormals for 0."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", BUILDS, str(here), str(here.parent / "tools")]
+    command = [sys.executable, "-c", BUILDS, *map(str, folders.ALL), str(folders.ROOT / "tools")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) >= 450
