@@ -36,7 +36,6 @@ from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._codegen import triton as render_triton
 from flexsn._program.compiled import Program, program_of
-from flexsn._runtime import native as launch_native
 from flexsn._runtime.triton_kernel import Kernel, finish_builds
 from flexsn.scan import look
 
@@ -254,7 +253,6 @@ def on_one_thread(training: Callable[[], object]) -> Callable[[], object]:
 
 
 def measure_calls() -> dict:
-    launch_native.build()  # as a process does that makes many calls
     rows = []
     for T, N in ((4, 1024), (32, 802_816), (96, 32_768), (1024, 16_384)):
         inputs, cotangents = operands(LIF_SIGMOID, T, N)
@@ -274,7 +272,7 @@ def measure_calls() -> dict:
         row |= {"inference_graph_ms": wall(graphed(inference)), "training_graph_ms": wall(graphed(training))}
         rows.append(row)
         print("calls:", {k: round(v, 4) for k, v in row.items()}, flush=True)
-    return {"rows": rows, "calls_in_cpp": launch_native.state()}
+    return {"rows": rows}
 
 
 def peer_runs(neuron: Neuron, T: int) -> dict[str, Callable[[], candidates.Run]]:
@@ -290,7 +288,6 @@ def peer_runs(neuron: Neuron, T: int) -> dict[str, Callable[[], candidates.Run]]
 
 
 def measure_peers() -> dict:
-    launch_native.build()
     rows = []
     for T, N, skip in ((32, 802_816, ()), (96, 32_768, ("torch_scan",)), (1024, 16_384, ("hand_loop", "torch_scan"))):
         inputs, cotangents = operands(LIF_SIGMOID, T, N)

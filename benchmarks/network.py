@@ -30,7 +30,6 @@ import peers
 from gpu import machine
 
 import flexsn
-from flexsn._runtime import native as launch_native
 from flexsn._runtime.triton_kernel import finish_builds
 
 BATCH = 128
@@ -225,7 +224,6 @@ def main() -> None:
     if not peers.spikingjelly:
         now["spikingjelly"] = before.get("spikingjelly", "absent")  # that of the rows that stay
     document |= {"machine": now, "batch": BATCH}
-    launch_native.build()  # as a process does that makes many calls
     torch.backends.cudnn.benchmark = False
     torch._dynamo.config.recompile_limit = 2 * len(RUNS)  # to Dynamo they are one function
     for T in options.steps:

@@ -140,8 +140,8 @@ def calls(c: dict, p: dict) -> list[str]:
         " an autograd Function in Python that does nothing but double its input (Function), and of PyTorch's own `x * 2` (operator). Much of"
         " each is autograd's handing over to a thread of its own for the backward and back. One thread: the same steps under"
         " `torch.autograd.set_multithreading_enabled(False)`, by which the backward runs on the thread that calls; small networks that train"
-        " eagerly on one GPU gain by it. Graph: the same call captured once in a CUDA graph and replayed. Calls run in C++ here, as they do in"
-        " a process that makes many (`flexsn doctor`).",
+        " eagerly on one GPU gain by it. Graph: the same call captured once in a CUDA graph and replayed."
+        + (" Measured while an extension ran calls in C++, which is gone." if c.get("calls_in_cpp") else ""),
         "",
         "| T x N | inference, ms | training step, ms | Function | operator | one thread | Function | operator | inference, graph"
         " | training step, graph | asked |",

@@ -37,10 +37,6 @@ def pytest_configure(config):
     folder = tempfile.mkdtemp(prefix="flexsn-tests-")
     _made.append(folder)
     os.environ["FLEXSN_CACHE_DIR"] = folder
-    if config.getoption("numprocesses", None):  # a long run: with the calls in C++ that long processes make
-        from flexsn._runtime import native as launch_native
-
-        launch_native.start_build().join()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -146,8 +146,8 @@ FAULTS = [
         "system/test_load.py::test_the_first_call_of_a_core_that_views_a_tensor_trains_nothing[0-False-inference_mode]",
     ),
     Fault(
-        "a door passes a half-precision param on as it is", "_operator/call.py", "(places, None) if names is not None and not cast else", "(places, None) if names is not None else",
-        "runtime/test_native.py::test_params_of_half_precision_are_computed_in_single",
+        "a half-precision param reaches the core as it is", "_operator/call.py", "upcast(t.detach()) if k < explicit else t.detach()", "t.detach()",
+        "operator/test_call.py::test_params_of_half_precision_are_computed_in_single",
     ),
     Fault(
         "values of a trace hold autograd's graph", "_capture/trace.py", "        _let_go(recorder.graph)\n", "", "system/test_load.py::test_a_dropped_module_dies[closure]",
@@ -174,7 +174,7 @@ FAULTS = [
     ),
     Fault(
         "kernels read wherever a pointer leads", "_operator/call.py", "t.device != self._device:", "False:",
-        "runtime/test_native.py::test_what_hooks_unpack_on_another_device_is_refused[first call]",
+        "operator/test_call.py::test_what_hooks_unpack_on_another_device_is_refused[first call]",
     ),
     Fault(
         "what a vmap left is another transform's", "_operator/dispatch.py", "        stale = left_by_an_ended_vmap\n", "        return\n",

@@ -13,7 +13,6 @@ import torch
 from .._report.subject import machine_facts
 from .._report.words import seconds, total
 from .._runtime import cpp_kernel as launch_cpp
-from .._runtime import native as launch_native
 from .._runtime import triton_kernel as launch_triton
 from .._runtime.backends import BACKENDS
 from .._version import TESTED_TORCH
@@ -45,7 +44,6 @@ def run(args: argparse.Namespace) -> Outcome:
         "packages": {name: version_of(name) for name in _PACKAGES},
         "cache": inspect_cache(),
         "backends": backends,
-        "calls_in_cpp": launch_native.state(),
     }
     return Outcome(_text(data), data, GOOD if well else BAD)
 
@@ -128,7 +126,6 @@ def _text(data: dict[str, Any]) -> str:
     told = f"{compiler['version']} ({compiler['path']}), vector maths {compiler['vector_maths']}"
     facts.append(("compiler", told if compiler["path"] else "none: set $CXX, or install g++"))
     facts.append(("cache", f"{cache['folder']}: {cache['kernels']} kernels, {total(cache['bytes'])}"))
-    facts.append(("calls in C++", data["calls_in_cpp"]))
     backends = [(name, _verdict(b)) for name, b in data["backends"].items()]
     installed = [f"{name} {version}" for name, version in data["packages"].items() if version]
     absent = [name for name, version in data["packages"].items() if not version]

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from .._capture.trace import Meta
-from .._program.compiled import StaticModule
 from .._runtime import fork as forks
-from .._runtime import native as launch_native
 from .._runtime.layout import is_dense, memory_order, same_shape, unbroadcast
 from .._runtime.layout import rows as as_rows
 from .._torch.aot_autograd import remade
@@ -39,21 +37,17 @@ Tensors = Sequence[Tensor | None]
 
 def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Final states, state sequences (if asked for) and outputs of a call."""
-    results = None if call.door is None else launch_native.module.call(call.door, call, tensors)
-    if results is None:
-        results = _by_python(call, tensors)
+    results = _results(call, tensors)
     outs, n = call.program.num_outputs, call.program.sig.num_states
     sequences = results[outs + n : outs + 2 * n] if call.sequences else []
     return results[outs : outs + n], sequences, results[:outs]
 
 
-def _by_python(call: run.Call, tensors: Tensors) -> list[Tensor]:
+def _results(call: run.Call, tensors: Tensors) -> list[Tensor]:
     """Outputs, final states, state sequences."""
     if isinstance(call, TracedCall) and not (transforms_active() or below_autograd()):
         return _by_operator(call, tensors)
-    results = _differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors)[0]
-    call.open_door()
-    return results
+    return _differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors)[0]
 
 
 def _differentiably(call: run.Call, tensors: Tensors) -> list[Tensor]:
@@ -148,11 +142,7 @@ def _saved(ctx, call: run.Call) -> tuple[Tensor, ...]:
     except RuntimeError as error:
         if "second time" not in str(error):
             raise
-    raise _freed(call)
-
-
-def _freed(call: run.Call) -> FreedGraphError:
-    return FreedGraphError(
+    raise FreedGraphError(
         "backward through the graph a second time: an earlier backward freed what this call had saved", core=call.program.sig.core,
         hint="States carried over from an earlier call still belong to its graph: call `flexsn.reset_net(model)` before each sample (or "
         "make neurons with `stateful=False`), or `flexsn.detach_states(model)` between pieces of one. To differentiate one loss twice: "
@@ -239,50 +229,6 @@ def _as_it_was(call: run.Call, tensors: Tensors, kinds: Sequence[tuple[tuple[int
                 hint="What hooks of saved tensors unpack must equal what they packed, and `.data` of an operand keep its shape.",
             )
     return found
-
-
-@unseen_by_dynamo
-def _backward_of_door(
-    call: run.Call, saved: list[Tensor] | None, grads: list[Tensor | None], needs: tuple[bool, ...]
-) -> list[Tensor | None]:
-    """The backward of a call that went through its door in C++, where that declines it. `saved`: None if it was freed."""
-    if torch.is_grad_enabled():
-        _refuse_double_backward(call)
-    if saved is None:
-        raise _freed(call)
-    there = iter(saved)
-    rows: run.Rows = [None if kind is None else next(there) for kind in call.kinds]
-    found = _backward_of_saved(call, rows, list(there), _strides(saved) is not None, grads, needs)
-    present = tuple([g is not None for g in grads])
-    call.teach_door(needs, present, call.pullback(rows[: call.num_inputs], needs, present, None))
-    return found
-
-
-@unseen_by_dynamo
-def _params_of_door(call: run.Call, prologue: tuple[StaticModule, tuple[str, ...]], statics: list[Tensor]) -> list[Tensor]:
-    """What a launch takes after the operands. `prologue`: and the roles of the params that it computes."""
-    if disturbed():
-        with undisturbed():
-            return _params_of_door(call, prologue, statics)
-    compute, roles = prologue
-    found = compute(_statics_by_name(call, statics))
-    return [found[role] for role in roles]
-
-
-@unseen_by_dynamo
-def _statics_of_door(call: run.Call, epilogue: run.Epilogue, statics: list[Tensor], written: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of params and captured tensors, from what a launch in C++ has written."""
-    if disturbed():
-        with undisturbed():
-            return _statics_of_door(call, epilogue, statics, written)
-    return epilogue(_statics_by_name(call, statics), written)
-
-
-def _statics_by_name(call: run.Call, statics: list[Tensor]) -> dict[str, Tensor]:
-    return call.named(_as_it_was(call, statics, call.kinds[call.num_operands :]))
-
-
-launch_native.serve(_backward_of_door, _params_of_door, _statics_of_door)
 
 
 # --- under transforms ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from .._ir.graph import HALF
 from .._plan.plan import Array, Plan
 from .._program.captured import Shapes, rescale
 from .._program.compiled import Program, StaticModule
-from .._runtime import native as launch_native
 from .._runtime.layout import Order, by_index, memory_order, narrow, same_shape, strides_of, unbroadcast, widen
 from .._runtime.memory import allocator
 from .._torch.cuda import current_device
@@ -45,11 +44,9 @@ class Call:
         whole: whether inputs and states are given at the step shape.
         results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
         around: a context for what runs, if it needs one.
-        door: calls of this kind in C++ (`_runtime/cpp/native.cpp`), once they run so.
     """
 
     around: Callable[[], AbstractContextManager] | None = None
-    door: Any = None
 
     def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
                  tensors: Sequence[Tensor | None]):  # fmt: skip
@@ -77,7 +74,6 @@ class Call:
         self._pullbacks: dict[Any, Pullback] = {}
         self._wanted: dict[Sequence[bool], tuple[tuple[str, ...], tuple[bool, ...]]] = {}
         self.saved_dtypes: tuple[torch.dtype, ...] | None = None  # of checkpoints, from the first forward on
-        self._taught: dict[Any, Any] = {}  # what the door knows: launches in C++, of the forward under None
 
     def named(self, statics: Sequence[Tensor]) -> dict[str, Tensor]:
         """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
@@ -106,39 +102,6 @@ class Call:
         there = tuple([None if role in self.absent else role for role in roles])
         program, step = self.program, self.shapes.step
         return Launch(program.kernel(self.T, direction, *flags), program.device, self.T, step, self.checkpoints, there, order)
-
-    def open_door(self) -> None:
-        """Run such calls in C++ from now on, if their launch does and they need nothing but it and its gradient."""
-        launch = self._launches.get((self.differentiable, None))
-        if launch is None or launch.native is None or self._taught.get(None) is launch.native:
-            return
-        if self.around is not None or not (self.whole and self._returned_whole):
-            return
-        saved, constant = (self.saved, self.constant) if self.differentiable else ((), ())
-        self.door = launch_native.module.door(
-            launch.native, [launch.places[r] for r in self.results], [launch.places[r] for r in saved],
-            [k for k, flag in enumerate(constant) if flag], [kind is not None for kind in self.kinds], self.num_operands,
-            self._params(self.program.prologue, launch.params), self.differentiable,
-        )  # fmt: skip
-        self._taught = {None: launch.native}
-
-    def _params(self, prologue: StaticModule, roles: tuple[str, ...]) -> tuple[list[int], Any]:
-        """Where a door gets the params of a launch: which of the statics they are, or the prologue to run and what it computes."""
-        names = prologue.passed(roles)
-        places = [self.statics.index(name) for name in names or ()]
-        cast = any([p < self.program.sig.num_params and self.kinds[self.num_operands + p][1] in HALF for p in places])  # type: ignore[index]  # statics are there
-        return (places, None) if names is not None and not cast else ([], (prologue, roles))
-
-    def teach_door(self, needs: tuple[bool, ...], present: tuple[bool, ...], back: Pullback) -> None:
-        """Walk back so in C++ from now on, if the launch does."""
-        key, launch = (needs, present), back.launch
-        if self.door is None or launch is None or launch.native is None or self._taught.get(key) is launch.native:
-            return
-        launch_native.module.learn(
-            self.door, needs, present, launch.native, [-1 if place is None else place for place in back.places],
-            self._params(back.prologue, launch.params), back.epilogue,
-        )  # fmt: skip
-        self._taught[key] = launch.native
 
     @functools.cached_property
     def constant(self) -> tuple[bool, ...]:
@@ -281,10 +244,6 @@ class Launch:
         self._reads = [given[a.role] for a in kernel.plan.reads if a.role in given]
         present = [a.role in given for a in kernel.plan.reads] + [a.role in self.places for a in kernel.plan.writes]
         self._make, self._run = allocator(device), kernel.bind(present, T, self.numel)
-        self._present = present
-        self._entry: Any = getattr(kernel, "entry", None)  # which kernels that tools put in its place lack
-        self.native: Any = None  # the same in C++, once it is there
-        self._made_of: tuple = ()
 
     def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:
         """Run; returns what was written, in the order of `writes`."""
@@ -292,16 +251,12 @@ class Launch:
 
     def run(self, given: Sequence[Tensor | None]) -> list[Tensor]:
         """The same; `given`: the operands, then the params as the prologue left them, in the order of `params`."""
-        if self.native is not None:
-            done = launch_native.module.run(self.native, given)
-            if done is not None:
-                return done
         if self._gpu is not None and self._gpu != current_device():
             with torch.cuda.device(self._gpu):
-                return self._by_python(given)
-        return self._by_python(given)
+                return self._run_here(given)
+        return self._run_here(given)
 
-    def _by_python(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+    def _run_here(self, given: Sequence[Tensor | None]) -> list[Tensor]:
         operands, dims = self._with_indexed(given) if self.params else (given, ())
         make = self._make
         written = [make(shape, strides, dtype) for shape, strides, dtype in self._results]
@@ -312,20 +267,7 @@ class Launch:
             if t is not None and t.device != self._device:
                 raise self._is_elsewhere(t)
         self._run(reads + written, dims)
-        if self._entry is not None and launch_native.wanted() and (given is operands or _read_where_they_lie(given, operands)):
-            self._settle(given, dims, written)
         return written
-
-    def _settle(self, given: Sequence[Tensor | None], dims: Sequence[int], written: Sequence[Tensor]) -> None:
-        """Make the launch in C++, for operands like these, unless it is there and declined them for what they are."""
-        if self.T == 0 or self.numel == 0 or (self._gpu is None and any(map(launch_native.is_large, written))):
-            return
-        entry = self._entry(self._present, self.T, self.numel, self._gpu)
-        made_of = launch_native.generation, entry
-        if made_of != self._made_of and any(entry):
-            reads = [(given[place], place) for place in self._reads]
-            self.native = launch_native.launch(self.kernel, self._gpu, reads, written, self._present, dims, self.T, self.numel, entry)
-            self._made_of = made_of
 
     def _is_elsewhere(self, tensor: Tensor) -> DeviceMismatchError:
         return DeviceMismatchError(
@@ -342,12 +284,6 @@ class Launch:
             found[place], inner, count = by_index(param.to(self._device), self.step, self.order)  # a number may be a tensor on the CPU
             dims += (inner, count)
         return found, dims
-
-
-def _read_where_they_lie(given: Sequence[Tensor | None], taken: Sequence[Tensor | None]) -> bool:
-    """Whether what a kernel takes is what was given, with no copy between."""
-    pairs = [(a, b) for a, b in zip(given, taken, strict=True) if a is not None and b is not None]
-    return all([a is b or (a.device == b.device and a.data_ptr() == b.data_ptr()) for a, b in pairs])
 
 
 def _copy_over_no_time(written: dict[str, Tensor], given: dict[str | None, Tensor | None]) -> None:

@@ -338,9 +338,6 @@ class TracedCall(Call):
     def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
         """Nothing is built while tracing."""
 
-    def open_door(self) -> None:
-        """Nothing runs while tracing."""
-
     def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
         return OperatorLaunch(self, direction, flags, roles)
 

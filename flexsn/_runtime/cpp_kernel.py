@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,11 +84,6 @@ class Kernel:
                 raise MemoryError("flexsn: no memory for the scratch rows of a tile")
 
         return run if T and N else lambda arrays, dims: None
-
-    def entry(self, present: Sequence[bool], T: int, N: int, index: int | None) -> tuple[Any, Any]:
-        """What a launch in C++ needs of it (`_runtime/cpp/native.cpp`): on a CPU, and on a GPU."""
-        address = ctypes.cast(self._run, ctypes.c_void_p).value
-        return (address, *self.cut(T, N), torch.get_num_threads()), None
 
     def cut(self, T: int, N: int) -> tuple[int, int, bool]:
         """Neurons per tile, threads, and whether finished rows are streamed past the cache."""

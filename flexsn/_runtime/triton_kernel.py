@@ -29,9 +29,8 @@ from torch import Tensor
 
 from .._codegen.triton import STORAGE, flags, kernel_name, nullable, packed, render
 from .._plan.plan import Plan, chunks
-from .._torch.cuda import current_stream, interpreter_exits, triton_function, triton_launch
+from .._torch.cuda import current_stream, interpreter_exits, triton_launch
 from ..errors import BackendUnavailableError, BuildError
-from . import native as launch_native
 from . import triton_passes as launch_passes
 from .disk_cache import folder as cache_folder
 from .memory import addresses
@@ -215,17 +214,6 @@ class Kernel:
             return lambda arrays, dims: None
         return interpret if interpreted() else run
 
-    def entry(self, present: Sequence[bool], T: int, N: int, index: int | None) -> tuple[Any, Any]:
-        """What a launch in C++ needs of it (`cpp/native.cpp`): on a CPU, and on a GPU, where it has the binaries that are loaded."""
-        if index is None:
-            return None, None
-        binaries: list[tuple[int, ...] | None] = []
-        for aligned in (False, True):
-            tile = self.tile(N, index, aligned)
-            own = triton_function(self._loaded.get((tile, index)))
-            binaries.append(None if own is None else (own[0], -(-N // tile.block), *own[1:]))
-        return None, (tuple(binaries), packed([present[place] for place in self._nullable])) if any(binaries) else None
-
     def run_tile(self, tile: Tile, arrays: Sequence[Tensor], dims: Sequence[int], T: int, N: int) -> None:
         """As a call with all arrays given, with a tile."""
         index = arrays[-1].device.index
@@ -254,7 +242,6 @@ class Kernel:
         """Choose the tile for N neurons again at the next call."""
         for key in [key for key in self._ready if key[0] == N]:
             self._ready.pop(key, None)
-        launch_native.renew()
 
     def tile(self, N: int, index: int, aligned: bool) -> Tile:
         """The tile that was measured on this kind of GPU, or else the one by `tile_for`."""

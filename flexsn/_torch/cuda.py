@@ -34,18 +34,6 @@ def triton_launch(binary: Any) -> tuple[Any, tuple[Any, ...]]:
     return run, ()
 
 
-def triton_function(binary: Any | None) -> tuple[int, int, int] | None:
-    """The CUDA function of a compiled kernel, its threads per program, and its bytes of shared memory; None if it is launched in another
-    way than with the arguments of its source and, after them, two pointers to scratch memory that it does not use."""
-    if binary is None or triton_version()[:2] != (3, 6):
-        return None
-    run, metadata = binary.run, binary.metadata
-    others = (getattr(run, name, True) for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"))
-    if any(others) or metadata.num_ctas != 1:
-        return None
-    return binary.function, 32 * metadata.num_warps, metadata.shared
-
-
 @functools.cache
 def triton_version() -> tuple[int, ...]:
     import triton

@@ -21,7 +21,6 @@ from flexsn._operator import autograd as doors
 from flexsn._operator.call import Launch
 from flexsn._operator.library import text_of
 from flexsn._program.captured import draw
-from flexsn._runtime import native as launch_native
 from flexsn.errors import CarriedStateError, DoubleBackwardError, FallbackWarning, ForwardModeError, StaleStateError
 
 f64 = torch.float64
@@ -450,11 +449,8 @@ DOORS = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_one_kernel_per_direction_by_every_door(door, monkeypatch):
-    launched, by_python = [], Launch._by_python
-    monkeypatch.setattr(launch_native, "wanted", lambda: False)  # from C++ nothing could be counted
-    monkeypatch.setattr(
-        Launch, "_by_python", lambda self, arrays: (launched.append(self.kernel.plan.direction), by_python(self, arrays))[1]
-    )
+    launched, run_here = [], Launch._run_here
+    monkeypatch.setattr(Launch, "_run_here", lambda self, arrays: (launched.append(self.kernel.plan.direction), run_here(self, arrays))[1])
     make, directions = DOORS[door]
     x, w = torch.randn(5, 4, 3), torch.rand(3, requires_grad=True)
     call = make(lambda x, w: flexsn.scan(lambda x, v, w: ((x + v * w.sigmoid()).tanh(), x + v), [x], [None], [w]).outputs[0])
