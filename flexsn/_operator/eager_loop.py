@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,33 @@ from ..errors import OperandMutationError, ReturnTypeError
 from .call import upcast
 
 
+def over_time(
+    step: Callable[[Sequence[Tensor], Any], tuple[Any, Sequence[Tensor]]], rows: Iterable[Sequence[Tensor]], states: Any
+) -> tuple[Any, list[Tensor]]:
+    """Run one step after the other, each from the states that the one before returned.
+
+    Args:
+        step: `step(inputs, states) -> (new states, values to keep)`.
+        rows: the inputs of each step.
+
+    Returns:
+        The last states; the kept values of all steps, stacked along a new first dim.
+    """
+    kept = []
+    for inputs in rows:
+        states, values = step(inputs, states)
+        kept.append(values)
+    return states, [torch.stack(sequence) for sequence in zip(*kept, strict=True)]
+
+
 def eager_loop(
     core: Callable, sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor],
     num_outputs: int | None = None, sequences: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Run `core` over T steps.
 
-    16-bit floats: the core runs in float32 on upcast operands; results are cast to the dtype that the core gives on the
-    operands as they are.
+    With a 16-bit float among the operands the core runs in float32 on upcast ones; results are cast to the dtypes that the core
+    returns for the operands as they are.
 
     Returns:
         Outputs `[T, *shape]`, final states, and, if asked for, state sequences `[T, *shape]`.
@@ -32,33 +52,34 @@ def eager_loop(
     T = inputs[0].shape[0]
     operands = zip(sig.names, (*inputs, *states, *params), strict=True)
     watched = [(n, t, t._version) for n, t in operands if t is not None and not t.is_inference()]
-    slices = zip(*(upcast(x).unbind(0) for x in inputs), strict=True) if T else [[upcast(x).new_zeros(x.shape[1:]) for x in inputs]]
-    current: list[Tensor] | None = None
-    outputs, trail = [], []
-    for step in slices:
+    first: Sequence[Tensor] | None = None
+
+    def step(now: Sequence[Tensor], current: list[Tensor] | None) -> tuple[list[Tensor], Sequence[Tensor]]:
+        nonlocal first
         if current is None:
-            returned, current = _first_step(run, sig, step, [None if v is None else upcast(v) for v in states], params, num_outputs)
+            returned, current = _first_step(run, sig, now, [None if v is None else upcast(v) for v in states], params, num_outputs)
         else:
-            returned = check_returns(sig, run(*step, *current, *params), num_outputs)
-        before, current = current, list(returned[len(returned) - sig.num_states :])
-        _check_states(sig, before, current)
+            returned = check_returns(sig, run(*now, *current, *params), num_outputs)
+        outs = len(returned) - sig.num_states
+        outputs, new = returned[:outs], list(returned[outs:])
+        first = outputs if first is None else first
+        _check_states(sig, current, new)
         _check_unwritten(sig, watched)
-        outputs.append(returned[: len(returned) - sig.num_states])
-        _check_outputs(sig, outputs[0], outputs[-1])
-        if sequences:
-            trail.append(current)
-        if T == 0:
-            current = before
-    assert current is not None
-    current = [v.clone() for v in current]  # the core may return an operand as it is
-    stacked = [torch.stack(y)[:T] for y in zip(*outputs, strict=True)]
-    stacked_states = [torch.stack(v)[:T] for v in zip(*trail, strict=True)]
+        _check_outputs(sig, first, outputs)
+        return new if T else current, returned if sequences else outputs
+
+    if T:
+        rows: Iterable[Sequence[Tensor]] = zip(*(upcast(x).unbind(0) for x in inputs), strict=True)
+    else:  # one step on zeros shows what the core returns
+        rows = [[upcast(x).new_zeros(x.shape[1:]) for x in inputs]]
+    last, kept = over_time(step, rows, None)
+    assert first is not None
+    outs, finals = len(first), [v.clone() for v in last]  # the core may return an operand as it is
+    kept = [y[:T] for y in kept]
     if dtypes is not None:
-        outs = len(stacked)
-        stacked = [y.to(d) for y, d in zip(stacked, dtypes, strict=False)]
-        current = [v.to(d) for v, d in zip(current, dtypes[outs:], strict=True)]
-        stacked_states = [v.to(d) for v, d in zip(stacked_states, dtypes[outs:], strict=False)]
-    return stacked, current, stacked_states
+        kept = [y.to(d) for y, d in zip(kept, dtypes, strict=False)]
+        finals = [v.to(d) for v, d in zip(finals, dtypes[outs:], strict=True)]
+    return kept[:outs], finals, kept[outs:]
 
 
 def _carrying_float32(core: Callable, sig: Signature) -> Callable:

@@ -12,122 +12,23 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .._capture.signature import Signature, core_name, positional_names, step_shape
-from .._capture.source_lines import Replay
-from .._capture.trace import Meta
 from .._ir.graph import HALF
 from .._operator.dtensor import any_dtensor
 from .._operator.fallback import say_once, warn_once
 from .._operator.library import check_backend, choose_backend, text_of
-from .._program.captured import Blueprint, draw
-from .._program.symbolic_sizes import Sizes, exactly, settle_sizes
+from .._program.symbolic_sizes import exactly
 from .._torch.availability import moved
-from .._torch.capture import no_modes
-from .._torch.tensors import is_symbolic, size_expression, unseen_size
 from .._torch.transforms import transforms_active
 from ..errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
+from .body import Body, blueprint_of_body, captured_place
 
-
-class Inlined(NamedTuple):
-    """Another higher-order operator: how Dynamo traces a call, in Python.
-
-    Attributes:
-        owned: it takes the first arguments of `core_scan`: a core, its `FlexSN` or None, and tuples of operands.
-    """
-
-    written: Callable[..., Any]
-    owned: bool = False
-
-
-INLINED: dict[str, Inlined] = {}  # by the names of the operators
-
-
-class Body(NamedTuple):
-    """What Dynamo made of a core.
-
-    Attributes:
-        graph: takes operands, and then what the core captures.
-        places: of what it captures, in the list for all bodies of the core.
-    """
-
-    graph: fx.GraphModule
-    places: Sequence[int]
-
-
-def blueprint_of_body(
-    bodies: Sequence[Body], sig: Signature, operands: Sequence[Tensor | None], lifted: Sequence[Any], num_outputs: int | None,
-    differentiate: bool,
-) -> Blueprint:  # fmt: skip
-    """Capture what Dynamo made of a core.
-
-    Args:
-        bodies: for operands of the given dtypes, and for those of the kernel (16-bit floats as float32): a body holds as a
-            constant what the core asks of dtypes.
-        operands: fake input sequences, states (None: a default state) and params; sizes may be symbolic.
-        lifted: what bodies take after them: fake tensors in place of captured tensors, and sizes.
-    """
-    ins, first = sig.num_inputs + sig.num_states, operands[0]
-    assert first is not None
-    device = first.device
-    metas = [None if t is None else Meta(tuple(t.shape[i < sig.num_inputs :]), t.dtype) for i, t in enumerate(operands)]
-    step_shapes = [m.shape for m in metas[:ins] if m is not None]
-    step_shape(sig, step_shapes)  # which sizes must be equal
-    sources = _size_sources(metas[:ins])
-
-    def kind(value: Any) -> Callable[..., Any]:
-        """What makes, for the operands of a run, what the body takes in this place."""
-        if isinstance(value, Tensor):
-            shape, dtype, device, grad = exactly(value.shape), value.dtype, value.device, value.requires_grad
-            stand_in = torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
-            captured[_named(len(captured))] = stand_in
-            return lambda *operands: stand_in
-        if is_symbolic(value) and size_expression(value) in sources:  # Dynamo passes the sizes of operands
-            i, d = sources[size_expression(value)]
-            return lambda *operands: unseen_size(operands[i], d)
-        number = float(value) if isinstance(value, (float, torch.SymFloat)) else int(value)
-        return lambda *operands: number
-
-    with no_modes():
-        captured: dict[str, Tensor] = {}
-        extras = [kind(value) for value in lifted]
-
-        def core(*operands: Tensor) -> Any:
-            body = bodies[0] if any(t.dtype in HALF for t in operands) else bodies[-1]
-            with torch.set_grad_enabled(torch.is_grad_enabled()):  # a `no_grad` inside the core ends in the mode that Dynamo saw
-                return Replay(body.graph).run(*operands, *(extras[place](*operands) for place in body.places))
-
-        def draw_at(sizes: Sizes) -> Blueprint:
-            numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
-            blueprint = draw(core, sig, numbered, device, captured, num_outputs)
-            if differentiate:
-                blueprint.differentiate(core, captured, device)
-            return blueprint
-
-        return settle_sizes(draw_at, step_shapes)
-
-
-def _named(place: int) -> str:
-    """The name of a captured tensor by its place among them; `_place` gives it back."""
-    return f"captured_{place}"
-
-
-def _place(name: str) -> int:
-    return int(name.rpartition("_")[2])
-
-
-def _size_sources(metas: Sequence[Meta | None]) -> dict[str, tuple[int, int]]:
-    """Where to read each symbolic size: of which operand, in which dim, counted from the last."""
-    found: dict[str, tuple[int, int]] = {}
-    for i, meta in enumerate(metas):
-        for d, n in enumerate(meta.shape if meta else ()):
-            if meta is not None and is_symbolic(n):
-                found.setdefault(size_expression(n), (i, d - len(meta.shape)))
-    return found
+INLINED: dict[str, Callable[..., Any]] = {}  # by the name of a higher-order operator, a call of it in Python, for Dynamo to trace
 
 
 def register() -> bool:
@@ -135,11 +36,10 @@ def register() -> bool:
     from torch._dynamo.variables import higher_order_ops as dynamo  # 2.11, 2.13
 
     table: dict[str, Any] = dynamo._hop_name_to_variable_class
-    if "flexsn_core_scan" not in table:
-        table["flexsn_core_scan"] = _core_scan_variable(dynamo)
-    for name, inlined in INLINED.items():
+    made = {"flexsn_core_scan": _core_scan_variable, "flex_sn_scan": _flex_sn_scan_variable}
+    for name, make in made.items():
         if name not in table:
-            table[name] = _inlined_variable(dynamo, name, inlined)
+            table[name] = make(dynamo)
     return True
 
 
@@ -171,25 +71,32 @@ def refuse_carried(core: str) -> None:
     )  # fmt: skip
 
 
-def _inlined_variable(dynamo: Any, name: str, inlined: Inlined) -> type:
-    class InlinedVariable(dynamo.TorchHigherOrderOperatorVariable):
-        _HOP_NAME = name
+def _flex_sn_scan_variable(dynamo: Any) -> type:
+    class FlexSNScanVariable(dynamo.TorchHigherOrderOperatorVariable):
+        _HOP_NAME = "flex_sn_scan"
 
         def _call_function(self, tx, args, kwargs):
-            follow = dynamo._make_inlined(tx, inlined.written)
-            if not inlined.owned or args[1].is_python_constant():
-                with _following_a_core(), _keeping_assignments(tx):
-                    return follow(*args, **kwargs)
-            args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
-            _, owner, inputs, states, params, *_ = args
-            owned, before = _owned_proxies(dynamo, tx, owner), set(tx.output.graph.nodes)
-            with _following_a_core(), _keeping_assignments(tx):
-                results = follow(*args, **kwargs)
-            made = [node for node in tx.output.graph.nodes if node not in before]
-            _read_owned(tx, made, owned, [*inputs.items, *states.items, *params.items])
-            return results
+            return _inlined(dynamo, tx, self._HOP_NAME, args, kwargs)
 
-    return InlinedVariable
+    return FlexSNScanVariable
+
+
+def _inlined(dynamo: Any, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What Dynamo makes of a higher-order operator's call in Python."""
+    with _following_a_core(), _keeping_assignments(tx):
+        return dynamo._make_inlined(tx, INLINED[name])(*args, **kwargs)
+
+
+def _loop(dynamo: Any, tx: Any, args: Sequence[Any]) -> Any:
+    """The call of a core that no kernel expresses as Dynamo traces it, reading what the `FlexSN` owns."""
+    _, owner, inputs, states, params, *_ = args
+    if owner.is_python_constant():
+        return _inlined(dynamo, tx, "flexsn_core_scan", args, {})
+    owned, before = _owned_proxies(dynamo, tx, owner), set(tx.output.graph.nodes)
+    results = _inlined(dynamo, tx, "flexsn_core_scan", args, {})
+    made = [node for node in tx.output.graph.nodes if node not in before]
+    _read_owned(tx, made, owned, [*inputs.items, *states.items, *params.items])
+    return results
 
 
 def _read_owned(tx: Any, nodes: Sequence[fx.Node], owned: dict[int | None, fx.Proxy], operands: Sequence[Any]) -> None:
@@ -246,7 +153,7 @@ def _core_scan_variable(dynamo: Any) -> type:
             except BackendError as error:
                 raise _passed_on(error) from None
             if backend == "torch":
-                return ConstantVariable.create(_without_kernel(tx))
+                return self._without_kernel(tx, args)
             counts = sig.num_inputs, sig.num_states, sig.num_params
             proxies = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
             fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
@@ -267,18 +174,21 @@ def _core_scan_variable(dynamo: Any) -> type:
                 blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
             except FlexSNError as error:
                 if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
-                    warn_once(instead := _without_kernel(tx), error)
+                    warn_once(_without_kernel(tx), error)
                     computed = any(p.node.op != "placeholder" for p in proxies[: counts[0]])
                     if torch.compiler.is_exporting() and torch.is_grad_enabled() and computed:
                         for fake in fakes:  # the scan's rule for autograd takes no sizes of what the graph computes
                             exactly(() if fake is None else fake.shape[1:])
-                    return ConstantVariable.create(instead)
+                    return self._without_kernel(tx, args)
                 raise _passed_on(error) from None
             n, m = counts[0], counts[0] + counts[1]
             tensors = [p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor)]
-            read = [tensors[_place(name)] for name in blueprint.captured(vjp=grad)]
+            read = [tensors[captured_place(name)] for name in blueprint.captured(vjp=grad)]
             call = (text_of(blueprint, vjp=grad), proxies[:n], proxies[n:m], [*proxies[m:], *read], sequences)
             return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
+
+        def _without_kernel(self, tx, args):
+            return _loop(dynamo, tx, args[:7]) if _without_kernel(tx) == SCAN else ConstantVariable.create(EAGER)
 
     return CoreScanVariable
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._ir.graph import Graph, Node
 from .._ir.ops import OPS
+from .._operator.eager_loop import over_time
 from .._operator.library import program_from
 from .._torch.tensors import is_symbolic, memory_of
 from .._torch.tracing import torch_scan_node
@@ -111,11 +112,7 @@ def _unroll(body: Body, first: list[Tensor], xs: list[Tensor], params: list[Tens
     if T == 0:
         _, kept = body([x.new_zeros(x.shape[1:]) for x in xs], first, params)
         return first, [y.new_empty((0, *y.shape)) for y in kept]
-    current, rows = first, []
-    for t in range(T):
-        current, kept = body([x.select(0, t) for x in xs], current, params)
-        rows.append(kept)
-    return current, [torch.stack(row) for row in zip(*rows, strict=True)]
+    return over_time(lambda now, states: body(now, states, params), ([x.select(0, t) for x in xs] for t in range(T)), first)
 
 
 # --- one step -------------------------------------------------------------------------------------------------------------

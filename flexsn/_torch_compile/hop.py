@@ -137,17 +137,16 @@ def _compiled(
     inputs, states, lifted = check_scan_arguments(core_fn, *counts, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, states, lifted, num_outputs, output_template_specs, "sequence")
-    results = core_scan(core_fn, None, tuple(inputs), tuple(states), tuple(lifted), True, num_outputs, "auto", False)
-    if results == dynamo.SCAN:  # no kernel can express the core
-        return scan_operator(core_fn, *counts, *flat_args, states="sequence")
-    if results == dynamo.EAGER:
-        _, trail, outputs = uncompiled_loop(core_fn, None, tuple(inputs), tuple(states), tuple(lifted), True, num_outputs)
+    call = core_fn, None, tuple(inputs), tuple(states), tuple(lifted), True, num_outputs
+    results = core_scan(*call, "auto", False)
+    if isinstance(results, str):
+        _, trail, outputs = uncompiled_loop(*call)
         return (*outputs, *trail)
     return tuple([y.contiguous() for y in (*results[:num_outputs], *results[num_outputs + num_states :])])
 
 
 # --- registration with Dynamo -----------------------------------------------------------------------------------------------
-dynamo.INLINED["flex_sn_scan"] = dynamo.Inlined(_compiled)
+dynamo.INLINED["flex_sn_scan"] = _compiled
 
 
 def _register() -> bool:

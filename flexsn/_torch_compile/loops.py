@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._capture.signature import core_name, make_signature
+from .._operator.eager_loop import over_time
 from .._torch.tracing import let_graphs_read_scalars, torch_scan, torch_while_loop, traced_to_fx
 from .._torch.transforms import active_transforms, transforms_active
 from ..errors import (
@@ -142,14 +143,15 @@ def python_loop(
     inputs, current, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, current, lifted, num_outputs, output_template_specs, states)
-    rows = []
-    for step_inputs in zip(*[x.unbind(0) for x in inputs], strict=True):  # `x[t]` would make a gradient of all T at every step
-        returned = _step(core_fn, step_inputs, current, lifted, num_outputs)
-        _as_returned(core_fn, current, returned[num_outputs:])
-        current = list(returned[num_outputs:])
-        rows.append(returned if states == "sequence" else returned[:num_outputs])
-    stacked = [torch.stack(row).contiguous() for row in zip(*rows, strict=True)]
-    return (*stacked, *[_fresh(v) for v in current]) if states == "final" else tuple(stacked)
+
+    def step(now: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[list[Tensor], Sequence[Tensor]]:
+        returned = _step(core_fn, now, before, lifted, num_outputs)
+        _as_returned(core_fn, before, returned[num_outputs:])
+        return list(returned[num_outputs:]), returned if states == "sequence" else returned[:num_outputs]
+
+    finals, kept = over_time(step, zip(*[x.unbind(0) for x in inputs], strict=True), current)  # `x[t]` would make a gradient of all T
+    kept = [y.contiguous() for y in kept]
+    return (*kept, *[_fresh(v) for v in finals]) if states == "final" else tuple(kept)
 
 
 # --- PyTorch's scan operator ----------------------------------------------------------------------------------------------
