@@ -4,7 +4,7 @@
 #   TORCH_INDEX_URL=<url>     where to take PyTorch from: its CPU index, if the default one serves CUDA builds
 #   JOBS=2                    processes that run tests
 #   CASES=500 SEED=7          of `make fuzz`: how many cores, and which
-#   TESTS="tests/test_x.py"   of `make test-oldest`: some of the tests
+#   TESTS="tests/plan"        of `make test-oldest`: some of the tests
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -82,10 +82,11 @@ test-gpu: ## the tests on an NVIDIA GPU, with the python3 that has PyTorch for C
 fuzz: $(READY) ## 10,000 random cores against the eager loop (an hour): CASES=500 fewer, SEED=7 the same again
 	$(BIN)/python tools/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
-lint: $(READY) ## style (ruff) and types (mypy)
+lint: $(READY) ## style and limits (ruff), types (mypy), lines of code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/count_lines.py
 
 format: $(READY) ## sort imports, lay out code, apply safe fixes
 	$(BIN)/ruff check --fix .
