@@ -85,7 +85,7 @@ def title(plan: Plan, comment: str) -> list[str]:
 
 def _label(plan: Plan, a: Array) -> str:
     node = plan.step.inputs.get(a.role) or plan.step.outputs.get(a.role)
-    return f"{a.role} = {node.name}" if node is not None and node.op != "const" else a.role
+    return f"{a.role} = {node.name}" if node is not None and node.op != "const" and node.name != a.role else a.role
 
 
 def _is_call(template: str) -> bool:

@@ -159,7 +159,7 @@ def _computation(plan: Plan, graph: Graph, name: str, comment: str, roles: Seque
         node = graph.inputs[role]
         if COMPUTE[stored.get(role, node.dtype)] != f"tl.{_long(stored.get(role, node.dtype))}":  # a 16-bit float
             body.append(f"{node.name} = {node.name}.to({COMPUTE[node.dtype]})")
-    body += language.statements(graph)
+    body += graph.written or language.statements(graph)
     operands = list(inside.values()) or ["mask"]  # without operands, `mask` tells the shape
     shape = f"{operands[0]}.shape"
     return _function(name, operands, comment, body, [_result(graph.outputs[r], shape) for r in results])

@@ -55,6 +55,11 @@ class Graph:
         outs = ", ".join(f"{role}={n.name}" for role, n in self.outputs.items())  # a constant's name is its value
         return "\n".join([f"{self.core}({ins}):", *(f"    {n}" for n in self.nodes), f"    return {outs}"])
 
+    @property
+    def written(self) -> list[str]:
+        """Lines of the target language that compute the outputs, in place of nodes: of a step whose source is given."""
+        return []
+
     def select(self, roles: Iterable[str]) -> Graph:
         """The part that computes the given outputs, with only the inputs that it reads."""
         outputs = {r: self.outputs[r] for r in roles}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,30 +24,15 @@ class Layout:
     args: tuple[Meta, ...]
     returns: tuple[Meta, ...]
 
-    @property
+    @functools.cached_property
     def step(self) -> Shape:
+        """The shape to which arguments and returns broadcast."""
         return tuple(torch.broadcast_shapes(*[m.shape for m in (*self.args, *self.returns)]))
 
-    def step_of(self, common: Shape) -> Shape:
-        """The step shape of a call whose operands broadcast to `common`; what the core captures may make it larger."""
-        if self.step == tuple(torch.broadcast_shapes(*[m.shape for m in self.args])):
-            return common
-        return tuple(torch.broadcast_shapes(common, self.step))
-
-    def narrow(self, step: Shape) -> set[int]:
-        """Dims, from the last (-1), along which a return was smaller than the step that was traced."""
-        if len(self.step) != len(step):
-            return set()
-        dims = range(-len(step), 0)
-        return {d for d in dims if self.step[d] != 1 and any(-d > len(m.shape) or m.shape[d] == 1 for m in self.returns)}
-
-    def return_shape(self, index: int, step: Shape) -> Shape:
-        """Of a return, at step shape `step`: smaller along the dims in which the traced one was."""
-        own, whole = self.returns[index].shape, self.step
-        if len(whole) != len(step):
-            return step
-        offset = len(whole) - len(own)
-        return tuple([1 if n == 1 and whole[d + offset] != 1 else step[d + offset] for d, n in enumerate(own)])
+    @functools.cached_property
+    def is_larger(self) -> bool:
+        """Whether what the core captures made its returns larger than its arguments."""
+        return self.step != tuple(torch.broadcast_shapes(*[m.shape for m in self.args]))
 
 
 class _Fields(NamedTuple):
@@ -85,9 +71,97 @@ class FlexSNInfo(_Fields):
         """Outputs and states."""
         return self.num_outputs + self.num_states
 
+    def num_stored(self, kind: str) -> int:
+        """Return how many sequences a kernel of this kind stores: all returns but for inference."""
+        return {"inference": self.num_returns, "inference_final_state": self.num_outputs}.get(kind, self.num_fwd_kernel_returns)
+
+    # --- roles in the graphs and plans of kernels: those of `_plan/plan.py`, with all that a kernel returns as outputs -----------
+    @property
+    def states(self) -> list[str]:
+        return [f"v{k}" for k in range(self.num_states)]
+
+    @property
+    def args(self) -> list[str]:
+        """Inputs and states."""
+        return [*(f"x{k}" for k in range(self.num_inputs)), *self.states]
+
+    @property
+    def returns(self) -> list[str]:
+        """Outputs, state sequences, intermediates."""
+        return [f"y{j}" for j in range(self.num_fwd_kernel_returns)]
+
+    @property
+    def saved(self) -> list[str]:
+        """What the backward reads, in the order of `c2k_return_mapping`: its inputs."""
+        return [f"x{self.num_inputs + m}" for m, _ in enumerate(self.c2k_return_mapping)]
+
+    @property
+    def cotangents(self) -> list[str]:
+        """Of outputs and new states, at one step."""
+        return [*(f"gy{k}" for k in range(self.num_outputs)), *(f"g{v}" for v in self.states)]
+
+    # --- a call ----------------------------------------------------------------------------------------------------------------
+    def dtypes(self, given: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Return dtypes in memory by role, of arguments, returns and saved values.
+
+        Args:
+            given: those of the call's operands, for what the info does not know.
+        """
+        roles = [*self.args, *self.returns]
+        if self.layout is not None:
+            found = {r: m.dtype for r, m in zip(roles, (*self.layout.args, *self.layout.returns), strict=True)}
+            return found | {r: found[f"y{j}"] for r, j in zip(self.saved, self.c2k_return_mapping, strict=True)}
+        default = next((d for r, d in given.items() if r == "x0" or r[0] == "g"), torch.float32)
+        found = {}
+        for r in roles:
+            alike = (r, f"g{r}", f"gs{r[1:]}") if r[0] == "v" else (r, f"g{r}")
+            found[r] = next((given[role] for role in alike if role in given), default)
+        found |= {f"y{self.num_outputs + k}": found[v] for k, v in enumerate(self.states)}
+        return found | {r: given.get(r, found[f"y{j}"]) for r, j in zip(self.saved, self.c2k_return_mapping, strict=True)}
+
+    def step_shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Return the step shape of operands of these step shapes; what the core captures may make it larger.
+
+        Raises:
+            ShapeMismatchError: they do not broadcast.
+        """
+        larger = [self.layout.step] if self.layout is not None and self.layout.is_larger else []
+        try:
+            return shapes[0] if all(s == shapes[0] for s in (*shapes, *larger)) else tuple(torch.broadcast_shapes(*shapes, *larger))
+        except RuntimeError:
+            listed = ", ".join(str(list(s)) for s in shapes)
+            raise ShapeMismatchError(f"one-step shapes do not broadcast: {listed}") from None
+
+    def check_shapes(self, given: Sequence[Shape | None], step: Shape) -> None:
+        """Raise where an argument is larger than its example along a dim in which a return follows that example."""
+        if self.layout is None or len(self.layout.step) != len(step):
+            return
+        for d in range(-len(step), 0):
+            if self.layout.step[d] == 1 or all(_size(m.shape, d) != 1 for m in self.layout.returns):
+                continue
+            for name, meta, shape in zip(self.fwd_core_args, self.layout.args, given, strict=False):
+                if _size(meta.shape, d) == 1 and _size(shape or (), d) != 1:
+                    raise ShapeMismatchError(
+                        f"operand `{name}` has steps of shape {list(shape or ())}, but its example was {list(meta.shape)}, "
+                        "and so are results",
+                        hint="Build the kernel from examples of the shapes that it is to take.",
+                    )
+
+    def return_shape(self, index: int, step: Shape) -> Shape:
+        """Return the step shape of a kernel's return: smaller than `step` along the dims in which the traced one was."""
+        if self.layout is None or len(self.layout.step) != len(step):
+            return step
+        own, whole = self.layout.returns[index].shape, self.layout.step
+        return tuple([1 if own[d] == 1 and whole[d] != 1 else step[d] for d in range(-len(own), 0)])
+
+
+def _size(shape: Shape, d: int) -> int:
+    """Return the size of a dim counted from the last, 1 where the shape has no such dim."""
+    return shape[d] if -d <= len(shape) else 1
+
 
 def extract_info(fwd_graph: fx.Graph, num_inputs: int = 1, num_states: int = 0, num_outputs: int = 1) -> FlexSNInfo:
-    """The info of a forward graph, `[*inputs, *states]` to `[*outputs, *states, *intermediates]`.
+    """Return the info of a forward graph, `[*inputs, *states]` to `[*outputs, *states, *intermediates]`.
 
     Raises:
         ValueError: the graph has another number of arguments, or too few returns.
@@ -118,59 +192,6 @@ def extract_info(fwd_graph: fx.Graph, num_inputs: int = 1, num_states: int = 0, 
 
 
 def meta_of(node: fx.Node) -> Meta:
-    """Shape and dtype of a node's value; of one that has none, those of a float32 example."""
+    """Return shape and dtype of a node's value; of one that has none, those of a float32 example."""
     val: Any = node.meta.get("val")
     return Meta(tuple(val.shape), val.dtype) if isinstance(val, Tensor) else Meta((2, 3), torch.float32)
-
-
-# --- a call ------------------------------------------------------------------------------------------------------------------
-def dtypes(info: FlexSNInfo, given: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """Dtypes in memory by role: `x*` inputs, `v*` states, `y*` the kernel's returns.
-
-    Args:
-        given: those of the call's operands, for what the info does not know.
-    """
-    default = next((d for r, d in given.items() if r == "x0" or r[0] == "g"), torch.float32)
-    ins = [f"x{k}" for k in range(info.num_inputs)] + [f"v{k}" for k in range(info.num_states)]
-    outs = [f"y{k}" for k in range(info.num_fwd_kernel_returns)]
-    if info.layout is not None:
-        return {r: m.dtype for r, m in zip((*ins, *outs), (*info.layout.args, *info.layout.returns), strict=True)}
-    found = {}
-    for r in (*ins, *outs):
-        alike = (r, f"g{r}", f"gs{r[1:]}") if r[0] == "v" else (r, f"g{r}")
-        found[r] = next((given[role] for role in alike if role in given), default)
-    return found | {f"y{info.num_outputs + k}": found[f"v{k}"] for k in range(info.num_states)}
-
-
-def step_shape(info: FlexSNInfo, shapes: Sequence[Shape]) -> Shape:
-    """The step shape of operands of these step shapes.
-
-    Raises:
-        ShapeMismatchError: they do not broadcast.
-    """
-    first = shapes[0]
-    try:
-        common = first if all(s == first for s in shapes) else tuple(torch.broadcast_shapes(*shapes))
-        return common if info.layout is None else info.layout.step_of(common)
-    except RuntimeError:
-        listed = ", ".join(str(list(s)) for s in shapes)
-        raise ShapeMismatchError(f"one-step shapes do not broadcast: {listed}") from None
-
-
-def check_narrow(info: FlexSNInfo, given: Sequence[Shape | None], step: Shape) -> None:
-    """Raise where an operand is larger than its example along a dim in which a return follows that example."""
-    if info.layout is None:
-        return
-    for d in info.layout.narrow(step):
-        for name, meta, shape in zip(info.fwd_core_args, info.layout.args, given, strict=False):
-            traced, now = (1 if s is None or -d > len(s) else s[d] for s in (meta.shape, shape))
-            if traced == 1 and now != 1:
-                raise ShapeMismatchError(
-                    f"operand `{name}` has steps of shape {list(shape or ())}, but its example was {list(meta.shape)}, and so are results",
-                    hint="Build the kernel from examples of the shapes that it is to take.",
-                )
-
-
-def return_shape(info: FlexSNInfo, index: int, step: Shape) -> Shape:
-    """The step shape of a kernel's return."""
-    return step if info.layout is None else info.layout.return_shape(index, step)

@@ -1,7 +1,8 @@
 """Multi-step kernels that save intermediates: from the source of one step, or from a core.
 
-`get_*` take the source of a step and loop over it in Triton. `build_*` take a core: its graphs, closed, go through the plan,
-render and launch of `flexsn.scan`; such a kernel runs where its operands are, in C++ on the CPU and in Triton on a GPU.
+Both go through the planner, the renderers and the launches of `flexsn.scan`; what they save is another: the intermediates that a backward
+reads, of every step, in place of states every few steps. `get_*` take the source of a step, in Triton. `build_*` take a core: such a kernel
+runs where its operands are, in C++ on the CPU and in Triton on a GPU.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from torch import Tensor, fx
 
 from .._capture.signature import DTYPES, core_name
 from .._ir.graph import Graph
+from .._operator.library import backend_of
 from .._plan import plan
-from .._runtime import triton_kernel as launch_triton
-from .._runtime.backends import BACKENDS
+from .._runtime.backends import BACKENDS, Backend
 from ..errors import BackendError, GraphCaptureError, OperandCountError, OperandTypeError, UnsupportedDtypeError
-from . import render as step_render
 from .graphs import generate_forward_and_backward_graph, generate_inference_graph
-from .info import FlexSNInfo, dtypes, extract_info
-from .render import cotangent_roles, saved_roles
-from .source import Closed, compile_triton_code_str, complete, example_device
+from .info import FlexSNInfo, extract_info
+from .source import ClosedStep, compile_triton_code_str, complete, example_device
+from .written import FUNCTION, WrittenStep
 
 Dtypes = Mapping[str, torch.dtype]
 
@@ -31,8 +31,8 @@ class StepKernel:
     """A kernel over all of T. The functions `flexsn_*` run it.
 
     Attributes:
-        kind: `inference` (outputs and state sequences), `final` (outputs and final states), `forward` (those of `inference`,
-            and intermediates) or `backward`.
+        kind: `inference` (outputs and state sequences), `inference_final_state` (outputs and final states), `forward` (outputs, state
+            sequences and intermediates) or `backward`.
         info: of its step.
         core: name of its step.
     """
@@ -47,73 +47,81 @@ class StepKernel:
     def __deepcopy__(self, memo: dict) -> StepKernel:
         return self  # it does not change
 
-    @property
-    def num_returns(self) -> int:
-        """How many sequences a forward kernel stores."""
-        info = self.info
-        return {"inference": info.num_returns, "final": info.num_outputs}.get(self.kind, info.num_fwd_kernel_returns)
-
     def load(self, device: torch.device, given: Dtypes, present: tuple[str, ...] = ()) -> Any:
-        """The loaded kernel (with its `plan`) for operands of these dtypes, by role.
+        """Return the loaded kernel (with its `plan`) for operands of these dtypes, by role.
 
         Args:
             present: backward: which cotangents there are, `gy*` of outputs and `gs*` of state sequences.
         """
-        storage = dtypes(self.info, given)
-        if self.kind == "backward":
-            roles = zip(saved_roles(self.info), self.info.c2k_return_mapping, strict=True)
-            storage |= {role: given[role] if self.info.layout is None else storage[f"y{j}"] for role, j in roles}
+        storage = self.info.dtypes(given)
         key = (device.type, tuple(storage.values()), present)
         if key not in self._loaded:  # threads that meet here get one and the same
             self._loaded.setdefault(key, self._load(device, storage, present))
         return self._loaded[key]
 
     def params(self, device: torch.device) -> dict[str, Tensor]:
-        """What the kernel reads beside its operands, by role."""
+        """Return what the kernel reads beside its operands, by role."""
         return {}
 
     def _load(self, device: torch.device, storage: Dtypes, present: tuple[str, ...]) -> Any:
         raise NotImplementedError
 
+    def _plan(self, backend: Backend, step: Graph, ops: int, storage: Dtypes, present: Sequence[str]) -> plan.Plan:
+        """Plan the walk over T. All that a backward reads of the forward was saved: it computes no states again, and has no checkpoints."""
+        storage = {**storage, **{r: n.dtype for r, n in step.inputs.items() if r[0] == "p"}}
+        chunk = backend.chunk(self.info.num_inputs, self.info.num_states, ops, 4, self.kind == "backward")
+        if self.kind == "backward":
+            return plan.plan_backward(step, storage, chunk=chunk, wanted=list(step.outputs), cotangents=present)
+        stored = self.info.returns[: self.info.num_stored(self.kind)]
+        return plan.plan_forward(step.select([*stored, *self.info.states]), storage, chunk=chunk, checkpoint=False, sequences=False)
+
 
 # --- from the source of a step ---------------------------------------------------------------------------------------------------
 class SourceKernel(StepKernel):
-    """A Triton loop over a given step function."""
+    """A kernel of a given step function in Triton."""
 
     def __init__(self, kind: str, core_str: str, core_name: str, info: FlexSNInfo, verbose: bool):
         super().__init__(kind, info, core_name)
         self._function = compile_triton_code_str(core_str, core_name)  # the table of them is weak: this keeps it
-        self._source = complete(core_str)
+        # The text of a kernel goes on in a module of its own, since Triton takes functions of one name in one module for one function.
+        self._source = f"{complete(core_str)}\n\n{FUNCTION}, __name__ = {core_name}, __name__ + '.kernel'\n\n"
         self._cotangents = _cotangents(self._function, info) if kind == "backward" else []
         if verbose:
             print(self.render()[1])
 
     def render(self, present: Sequence[str] | None = None) -> tuple[plan.Plan, str]:
-        """Plan and text for the dtypes of the info, by default with every cotangent."""
-        storage = dtypes(self.info, {})
-        saved = zip(saved_roles(self.info), self.info.c2k_return_mapping, strict=True)
-        every = [r.replace("gv", "gs") for r in cotangent_roles(self.info)]
-        return self._render({**storage, **{role: storage[f"y{j}"] for role, j in saved}}, every if present is None else present)
+        """Return plan and text for the dtypes of the info, by default with every cotangent."""
+        every = [r.replace("gv", "gs") for r in self.info.cotangents]
+        return self._render(self.info.dtypes({}), every if present is None else present)
 
     def _render(self, storage: Dtypes, present: Sequence[str]) -> tuple[plan.Plan, str]:
+        backend = BACKENDS["triton"]
+        made = self._plan(backend, self._step(storage), self._source.count("\n"), storage, present)  # about an op per line
+        return made, self._source + backend.render(made)
+
+    def _step(self, storage: Dtypes) -> WrittenStep:
+        info = self.info
         if self.kind == "backward":
-            read = [r for r in present if r[:2] == "gs" or r in self._cotangents]
-            made = step_render.backward_plan(self.core, self.info, storage, read)
-            return made, self._source + step_render.backward_text(made, self.info, self._cotangents, storage)
-        made = step_render.forward_plan(self.core, self.info, storage, self.num_returns)
-        return made, self._source + step_render.forward_text(made, self.info)
+            takes = {r: storage[r] for r in info.saved} | {r: storage[r[1:]] for r in self._cotangents}
+            gives = {f"g{r}": storage[r] for r in info.args}
+            return WrittenStep(self.core, takes, list(gives), gives, {f"g{v}": f"g{v}" for v in info.states})
+        stored = iter(info.returns)
+        returns = [next(stored) if name != "_" else "_" for name in info.fwd_core_recipients]
+        outputs = {r: storage[r] for r in (*info.returns, *info.states)}
+        carried = {v: f"y{info.num_outputs + k}" for k, v in enumerate(info.states)}
+        return WrittenStep(self.core, {r: storage[r] for r in info.args}, returns, outputs, carried)
 
     def _load(self, device: torch.device, storage: Dtypes, present: tuple[str, ...]) -> Any:
-        refused = launch_triton.check_device(device)
+        refused = BACKENDS["triton"].refuses(device)
         if refused is not None:
             raise BackendError(refused, core=self.core, hint="Kernels that `build_*` makes of a core run on the CPU too.")
-        return launch_triton.load(*self._render(storage, present))
+        return BACKENDS["triton"].load(*self._render(storage, present))
 
 
 def _cotangents(function: Any, info: FlexSNInfo) -> list[str]:
-    """Roles of the cotangents that a backward step function takes: all of them, or those that it names `grad_k`."""
+    """Return the roles of the cotangents that a backward step function takes: all of them, or those that it names `grad_k`."""
     names = list(function.arg_names)[len(info.c2k_return_mapping) :]
-    roles = cotangent_roles(info)
+    roles = info.cotangents
     if len(names) == len(roles):
         return roles
     by_name = {f"grad_{k}": role for k, role in enumerate(roles)}
@@ -126,7 +134,7 @@ def _cotangents(function: Any, info: FlexSNInfo) -> list[str]:
 
 
 def get_flexsn_inference_kernel(core_str: str, core_name: str, info: FlexSNInfo, verbose: bool = False) -> StepKernel:
-    """A kernel of outputs and state sequences, for `flexsn_inference`; one launch for all of T, one binary for every T.
+    """Return a kernel of outputs and state sequences, for `flexsn_inference`; one launch for all of T, one binary for every T.
 
     Args:
         core_str: source of the step, `core(*inputs, *states)` to all that `info` lists (`generate_triton_code_str`).
@@ -141,17 +149,17 @@ def get_flexsn_inference_kernel(core_str: str, core_name: str, info: FlexSNInfo,
 
 
 def get_flexsn_inference_final_state_kernel(core_str: str, core_name: str, info: FlexSNInfo, verbose: bool = False) -> StepKernel:
-    """The same for `flexsn_inference_final_state`: outputs and final states."""
-    return SourceKernel("final", core_str, core_name, info, verbose)
+    """Return the same for `flexsn_inference_final_state`: outputs and final states."""
+    return SourceKernel("inference_final_state", core_str, core_name, info, verbose)
 
 
 def get_flexsn_forward_kernel(core_str: str, core_name: str, info: FlexSNInfo, verbose: bool = False) -> StepKernel:
-    """The same for `flexsn_forward`: everything in `info.fwd_kernel_returns`."""
+    """Return the same for `flexsn_forward`: everything in `info.fwd_kernel_returns`."""
     return SourceKernel("forward", core_str, core_name, info, verbose)
 
 
 def get_flexsn_backward_kernel(core_str: str, core_name: str, info: FlexSNInfo, verbose: bool = False) -> StepKernel:
-    """The same for `flexsn_backward`: gradients of input sequences and initial states.
+    """Return the same for `flexsn_backward`: gradients of input sequences and initial states.
 
     The step takes `[*intermediates, *cotangents]` and returns one gradient per argument of the forward step. It may leave out
     cotangents of returns that are not differentiable if it names the others `grad_k`, of return k.
@@ -161,65 +169,48 @@ def get_flexsn_backward_kernel(core_str: str, core_name: str, info: FlexSNInfo, 
 
 # --- from a core -------------------------------------------------------------------------------------------------------------------
 class GraphKernel(StepKernel):
-    """A step graph, planned and rendered for the device of the operands."""
+    """A kernel of a step graph, in the language of the operands' device."""
 
     def __init__(self, kind: str, core: str, info: FlexSNInfo, graph: fx.Graph):
         super().__init__(kind, info, core)
         self._graph = graph
-        self._closed: dict[str, Closed] = {}
-        self.closed(example_device(graph))
+        self._closed: dict[str, ClosedStep] = {}
+        self._step(example_device(graph))
 
-    def closed(self, device: torch.device) -> Closed:
-        """The step over the closed op set, by the eager rules of a device."""
+    def _step(self, device: torch.device) -> ClosedStep:
+        """Return the step over the closed op set, by the eager rules of a device."""
         if device.type not in self._closed:
-            self._closed[device.type] = self._close(device)
+            info = self.info
+            storage = info.dtypes({})
+            if self.kind == "backward":
+                roles = {f"grad_{k}": role for k, role in enumerate(info.cotangents)}
+                cotangents = self._graph.find_nodes(op="placeholder")[len(info.saved) :]
+                takes = [*info.saved, *(roles[n.name] for n in cotangents)]
+                gives = {f"g{r}": k for k, r in enumerate(info.args)}
+                carried = {f"g{v}": storage[v] for v in info.states}
+            else:
+                takes, carried = info.args, {v: storage[v] for v in info.states}
+                first = [k for k, name in enumerate(info.fwd_core_recipients) if name != "_"]
+                gives = dict(zip(info.returns, first, strict=True)) | {v: info.num_outputs + k for k, v in enumerate(info.states)}
+            self._closed[device.type] = ClosedStep(self._graph, self.core, takes, gives, carried, device)
         return self._closed[device.type]
 
-    def _close(self, device: torch.device) -> Closed:
-        info, storage = self.info, dtypes(self.info, {})
-        ins = [*(f"x{k}" for k in range(info.num_inputs)), *(f"v{k}" for k in range(info.num_states))]
-        states = [f"v{k}" for k in range(info.num_states)]
-        if self.kind == "backward":
-            names = {f"grad_{k}": role for k, role in enumerate(cotangent_roles(info))}
-            found = self._graph.find_nodes(op="placeholder")[len(info.c2k_return_mapping) :]
-            roles = [*saved_roles(info), *(names[n.name] for n in found)]
-            closed = Closed(self._graph, self.core, roles, [f"g{r}" for r in ins], {f"g{v}": storage[v] for v in states}, device)
-            for v in states:
-                if f"g{v}" not in closed.graph.outputs:
-                    closed.zero(f"g{v}", storage[v])
-            return closed
-        kept = iter(range(info.num_fwd_kernel_returns))
-        results = [f"y{next(kept)}" if name != "_" else f"_{k}" for k, name in enumerate(info.fwd_core_recipients)]
-        closed = Closed(self._graph, self.core, ins, results, {v: storage[v] for v in states}, device)
-        for k, v in enumerate(states):
-            closed.carry(v, f"y{info.num_outputs + k}", storage[v])
-        return closed
-
     def params(self, device: torch.device) -> dict[str, Tensor]:
-        return {role: t.to(device) for role, t in self.closed(device).params().items()}
+        return self._step(device).params()
 
     def _load(self, device: torch.device, storage: Dtypes, present: tuple[str, ...]) -> Any:
-        name = "cpp" if device.type == "cpu" else "triton"
-        backend, graph = BACKENDS[name], self.closed(device).graph
+        backend, step = BACKENDS[backend_of(device)], self._step(device).graph
         refused = backend.refuses(device)
         if refused is not None:
             raise BackendError(refused, core=self.core)
-        storage = {**storage, **{r: n.dtype for r, n in graph.inputs.items() if r[0] == "p"}}
-        chunk = backend.chunk(self.info.num_inputs, self.info.num_states, len(graph.nodes), 4, self.kind == "backward")
-        made = self._plan(graph, storage, chunk, present)
+        made = self._plan(backend, step, len(step.nodes), storage, present)
         return backend.load(made, backend.render(made))
-
-    def _plan(self, graph: Graph, storage: Dtypes, chunk: int, present: tuple[str, ...]) -> plan.Plan:
-        if self.kind == "backward":
-            return plan.plan_backward(graph, dict(storage), chunk=chunk, wanted=list(graph.outputs), cotangents=present)
-        wanted = [*(f"y{j}" for j in range(self.num_returns)), *(f"v{k}" for k in range(self.info.num_states))]
-        return plan.plan_forward(graph.select(wanted), dict(storage), chunk=chunk, checkpoint=False, sequences=False)
 
 
 def build_inference_kernel(
     core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, example_inputs: Sequence[Tensor] | None = None
 ) -> tuple[StepKernel, FlexSNInfo]:
-    """The kernel of a core for `flexsn_inference`, and its info.
+    """Return the kernel of a core for `flexsn_inference`, and its info.
 
     Args:
         core_fn: `core(*inputs, *states) -> (*outputs, *new_states)`, one time step; what it captures is read at every launch.
@@ -237,8 +228,8 @@ def build_inference_kernel(
 def build_inference_final_state_kernel(
     core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, example_inputs: Sequence[Tensor] | None = None
 ) -> tuple[StepKernel, FlexSNInfo]:
-    """The same for `flexsn_inference_final_state`."""
-    return _build_inference("final", core_fn, num_inputs, num_states, num_outputs, example_inputs)
+    """Return the same for `flexsn_inference_final_state`."""
+    return _build_inference("inference_final_state", core_fn, num_inputs, num_states, num_outputs, example_inputs)
 
 
 def _build_inference(kind: str, core_fn, num_inputs: int, num_states: int, num_outputs: int, example_inputs):
@@ -253,7 +244,7 @@ def build_training_kernels(
     core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, example_inputs: Sequence[Tensor] | None = None,
     requires_grad: Sequence[bool] | None = None,
 ) -> tuple[StepKernel, StepKernel, FlexSNInfo]:  # fmt: skip
-    """The kernels of a core for `flexsn_forward` and `flexsn_backward`, and their info.
+    """Return the kernels of a core for `flexsn_forward` and `flexsn_backward`, and their info.
 
     Args:
         core_fn: as for `build_inference_kernel`. What it captures gets no gradient.

@@ -12,13 +12,14 @@ from .._capture.signature import DTYPES
 from .._operator.call import Launch
 from .._runtime.layout import narrow, rows, unbroadcast
 from ..errors import DeviceMismatchError, OperandCountError, OperandTypeError, SequenceLengthError, UnsupportedDtypeError
-from .info import FlexSNInfo, Shape, check_narrow, dtypes, return_shape, step_shape
+from .info import FlexSNInfo, Shape
 from .kernels import StepKernel
-from .render import saved_roles
+
+ArrayMeta = tuple[Shape, torch.dtype]  # of a tensor that a call returns
 
 
 def flexsn_inference(f: StepKernel, info: FlexSNInfo, *args: Tensor | None) -> tuple[Tensor, ...]:
-    """Outputs and states of every step.
+    """Return outputs and states of every step.
 
     Args:
         f: a kernel of `get_flexsn_inference_kernel` or `build_inference_kernel`.
@@ -31,30 +32,28 @@ def flexsn_inference(f: StepKernel, info: FlexSNInfo, *args: Tensor | None) -> t
     Raises:
         ValueError: operands that do not fit in number, T, shape or device, or a kernel of another kind.
     """
-    _expect(f, "inference")
-    return _forward(f, info, args, info.num_returns)[0]
+    return tuple(forward(f, info, args, "inference")[0])
 
 
 def flexsn_inference_final_state(f: StepKernel, info: FlexSNInfo, *args: Tensor | None) -> tuple[Tensor, ...]:
-    """Output sequences `[T, *shape]`, then final states `[*shape]`, in the dtypes of the initial states.
+    """Return output sequences `[T, *shape]`, then final states `[*shape]`, in the dtypes of the initial states.
 
     With `T == 0` the outputs are empty and the final states copies of the initial ones. Otherwise as `flexsn_inference`.
     """
-    _expect(f, "final")
-    outputs, finals = _forward(f, info, args, info.num_outputs)
+    outputs, finals = forward(f, info, args, "inference_final_state")
     return (*outputs, *finals)
 
 
 def flexsn_forward(f: StepKernel, info: FlexSNInfo, *args: Tensor | None) -> tuple[Tensor, ...]:
-    """All that the kernel returns, `[T, *shape]`: outputs, state sequences, intermediates. Otherwise as `flexsn_inference`."""
-    return forward_and_finals(f, info, args)[0]
+    """Return all that the kernel does, `[T, *shape]`: outputs, state sequences, intermediates. Otherwise as `flexsn_inference`."""
+    return tuple(forward(f, info, args, "forward")[0])
 
 
 def flexsn_backward(
     f: StepKernel, info: FlexSNInfo, *args: Tensor | None, input_templates: Sequence[Tensor] | None = None,
     state_templates: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of input sequences `[T, *shape]`, then of initial states `[*shape]`.
+    """Return gradients of input sequences `[T, *shape]`, then of initial states `[*shape]`.
 
     Args:
         f: a kernel of `get_flexsn_backward_kernel` or `build_training_kernels`.
@@ -83,72 +82,74 @@ def flexsn_backward(
 
 
 def flexsn_backward_ncl_bucket(ncl: int) -> int:
-    """The size class, 0 to 4, of a step of `ncl` neurons; bounds 2^12, 2^17, 2^20, 2^23, inclusive."""
+    """Return the size class, 0 to 4, of a step of `ncl` neurons; bounds 2^12, 2^17, 2^20, 2^23, inclusive."""
     return sum(ncl > bound for bound in (1 << 12, 1 << 17, 1 << 20, 1 << 23))
 
 
-def forward_and_finals(f: StepKernel, info: FlexSNInfo, args: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """What `flexsn_forward` returns, and the final states."""
-    _expect(f, "forward")
-    return _forward(f, info, args, info.num_fwd_kernel_returns)
-
-
 # --- forward -----------------------------------------------------------------------------------------------------------------------
-def operands(info: FlexSNInfo, args: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None], int, Shape]:
-    """Input sequences, initial states, T and the step shape of a call, checked."""
-    least, most = info.num_inputs, info.num_inputs + info.num_states
-    if not least <= len(args) <= most or least < 1:
-        raise OperandCountError(f"{len(args)} operands for {info.num_inputs} inputs and {info.num_states} states")
-    inputs = [_required(t, "input") for t in args[:least]]
-    states = [_checked(t, "state") for t in args[least:]] + [None] * (most - len(args))
-    for x in inputs:
-        if x.dim() == 0 or x.shape[0] != inputs[0].shape[0]:
-            raise SequenceLengthError(f"input sequences [T, *shape] of shapes {', '.join(str(list(t.shape)) for t in inputs)}")
-    shapes = [tuple(x.shape[1:]) for x in inputs] + [tuple(v.shape) for v in states if v is not None]
-    _same_device([*inputs, *states])
-    step = step_shape(info, shapes)
-    check_narrow(info, [*(tuple(x.shape[1:]) for x in inputs), *(None if v is None else tuple(v.shape) for v in states)], step)
-    return inputs, states, inputs[0].shape[0], step
+class Operands:
+    """The operands of a call, checked.
+
+    Attributes:
+        inputs: sequences `[T, *shape]`.
+        states: initial ones, None for zeros.
+        T: number of steps.
+        step: shape of a step, to which all operands broadcast.
+        device: of all of them.
+
+    Raises:
+        ValueError: operands that do not fit in number, T, shape or device.
+        TypeError: what is no real tensor.
+    """
+
+    def __init__(self, info: FlexSNInfo, args: Sequence[Tensor | None]):
+        least, most = info.num_inputs, info.num_inputs + info.num_states
+        if not least <= len(args) <= most or least < 1:
+            raise OperandCountError(f"{len(args)} operands for {info.num_inputs} inputs and {info.num_states} states")
+        self._info = info
+        self.inputs = [_required(t, "input") for t in args[:least]]
+        self.states = [_checked(t, "state") for t in args[least:]] + [None] * (most - len(args))
+        for x in self.inputs:
+            if x.dim() == 0 or x.shape[0] != self.inputs[0].shape[0]:
+                listed = ", ".join(str(list(t.shape)) for t in self.inputs)
+                raise SequenceLengthError(f"input sequences [T, *shape] of shapes {listed}")
+        _same_device([*self.inputs, *self.states])
+        shapes = [tuple(x.shape[1:]) for x in self.inputs] + [None if v is None else tuple(v.shape) for v in self.states]
+        self.step = info.step_shape([s for s in shapes if s is not None])
+        info.check_shapes(shapes, self.step)
+        self.T, self.device = self.inputs[0].shape[0], self.inputs[0].device
+        self._dtypes = info.dtypes({role: t.dtype for role, t in self.arrays().items()})
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Return those that are there, by role."""
+        given = {f"v{k}": v for k, v in enumerate(self.states) if v is not None}
+        return {f"x{k}": x for k, x in enumerate(self.inputs)} | given
+
+    def returns(self, kind: str) -> list[ArrayMeta]:
+        """Return shapes and dtypes of the sequences that a kernel of this kind stores."""
+        return [((self.T, *self._info.return_shape(j, self.step)), self._dtypes[f"y{j}"]) for j in range(self._info.num_stored(kind))]
+
+    def finals(self) -> list[ArrayMeta]:
+        """Return shapes and dtypes of the final states: an initial one sets its dtype, and at `T == 0` its shape."""
+        found: list[ArrayMeta] = []
+        for k, v in enumerate(self.states):
+            shape = self._info.return_shape(self._info.num_outputs + k, self.step)
+            found.append((shape, self._dtypes[f"v{k}"]) if v is None else (shape if self.T else tuple(v.shape), v.dtype))
+        return found
 
 
-def return_metas(
-    info: FlexSNInfo, inputs: Sequence[Tensor], states: Sequence[Tensor | None], step: Shape
-) -> list[tuple[Shape, torch.dtype]]:
-    """Step shapes and dtypes of the kernel's returns."""
-    kinds = dtypes(info, _given(inputs, states))
-    return [(return_shape(info, j, step), kinds[f"y{j}"]) for j in range(info.num_fwd_kernel_returns)]
-
-
-def final_metas(
-    info: FlexSNInfo, inputs: Sequence[Tensor], states: Sequence[Tensor | None], step: Shape
-) -> list[tuple[Shape, torch.dtype]]:
-    """Step shapes and dtypes of the final states: an initial one sets its dtype, and at `T == 0` its shape."""
-    kinds = dtypes(info, _given(inputs, states))
-    found: list[tuple[Shape, torch.dtype]] = []
-    for k, v in enumerate(states):
-        shape = return_shape(info, info.num_outputs + k, step)
-        empty_call = v is not None and inputs[0].shape[0] == 0
-        found.append((tuple(v.shape) if v is not None and empty_call else shape, kinds[f"v{k}"] if v is None else v.dtype))
-    return found
-
-
-def _given(inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> dict[str, torch.dtype]:
-    return {f"x{k}": x.dtype for k, x in enumerate(inputs)} | {f"v{k}": v.dtype for k, v in enumerate(states) if v is not None}
-
-
-def _forward(f: StepKernel, info: FlexSNInfo, args: Sequence[Tensor | None], count: int) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """The first `count` of the kernel's returns, and the final states."""
-    inputs, states, T, step = operands(info, args)
-    device, metas = inputs[0].device, return_metas(info, inputs, states, step)[:count]
-    finals = final_metas(info, inputs, states, step)
-    if T == 0:
-        ends = [torch.zeros(s, dtype=d, device=device) if v is None else _copy(v) for v, (s, d) in zip(states, finals, strict=True)]
-        return tuple([torch.empty((0, *shape), dtype=dtype, device=device) for shape, dtype in metas]), ends
-    arrays = {f"x{k}": x for k, x in enumerate(inputs)} | {f"v{k}": v for k, v in enumerate(states) if v is not None}
-    written = _launch(f, arrays, T, step, device, ())
-    returns = [narrow(written[f"y{j}"], (T, *shape), 1) for j, (shape, _) in enumerate(metas)]
-    ends = [narrow(written[f"v{k}"], shape, 0).to(dtype) for k, (shape, dtype) in enumerate(finals)]
-    return tuple(returns), ends
+def forward(f: StepKernel, info: FlexSNInfo, args: Sequence[Tensor | None], kind: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a kernel of a kind; return the sequences that it stores, and the final states."""
+    _expect(f, kind)
+    given = Operands(info, args)
+    returns, finals = given.returns(kind), given.finals()
+    if given.T == 0:
+        metas = zip(given.states, finals, strict=True)
+        ends = [torch.zeros(s, dtype=d, device=given.device) if v is None else _copy(v) for v, (s, d) in metas]
+        return [torch.empty(shape, dtype=dtype, device=given.device) for shape, dtype in returns], ends
+    written = _launch(f, given.arrays(), given.T, given.step, given.device, ())
+    sequences = [narrow(written[f"y{j}"], shape, 1) for j, (shape, _) in enumerate(returns)]
+    return sequences, [narrow(written[f"v{k}"], shape, 0).to(dtype) for k, (shape, dtype) in enumerate(finals)]
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 # --- backward ----------------------------------------------------------------------------------------------------------------------
 def input_likes(info: FlexSNInfo, grads: Sequence[Tensor | None], templates: Sequence[Tensor] | None) -> list[Tensor]:
-    """Tensors like the input sequences."""
+    """Return tensors like the input sequences."""
     if templates is not None:
         if len(templates) != info.num_inputs:
             raise OperandCountError(f"{len(templates)} input templates for {info.num_inputs} inputs")
@@ -171,7 +172,7 @@ def input_likes(info: FlexSNInfo, grads: Sequence[Tensor | None], templates: Seq
 
 
 def state_likes(info: FlexSNInfo, grads: Sequence[Tensor | None], templates: Sequence[Tensor] | None) -> list[Tensor]:
-    """Tensors like the initial states."""
+    """Return tensors like the initial states."""
     if templates is not None:
         if len(templates) != info.num_states:
             raise OperandCountError(f"{len(templates)} state templates for {info.num_states} states")
@@ -186,7 +187,7 @@ def backward(
     f: StepKernel, info: FlexSNInfo, outputs: Sequence[Tensor | None], sequences: Sequence[Tensor | None],
     finals: Sequence[Tensor | None], saved: Sequence[Tensor], inputs: Sequence[Tensor], states: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients like `inputs` and `states`.
+    """Return gradients like `inputs` and `states`.
 
     Args:
         outputs: cotangents of output sequences.
@@ -211,8 +212,8 @@ def backward(
     if any(t.shape[0] != T for t in saved):
         raise SequenceLengthError(f"a saved tensor has another T than the {T} of the cotangents")
     shapes = [tuple(t.shape[1:]) for t in (*steps, *saved, *inputs)] + [tuple(v.shape) for v in states]
-    step = step_shape(info, shapes)
-    arrays = dict(zip(saved_roles(info), saved, strict=True))
+    step = info.step_shape(shapes)
+    arrays = dict(zip(info.saved, saved, strict=True))
     for prefix, cotangents in (("gy", outputs), ("gs", sequences), ("gv", finals)):
         arrays |= {f"{prefix}{k}": g for k, g in enumerate(cotangents) if g is not None}
     present = tuple(sorted([r for r in arrays if r[:2] in ("gy", "gs")]))

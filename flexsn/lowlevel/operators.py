@@ -1,11 +1,15 @@
-"""The kernels of a handle as PyTorch operators: opaque to the compiler, with fake and autograd registrations.
+"""The kernels of a handle as PyTorch operators.
 
-`flat_args = [*input_seqs, *init_states]`; initial states may be left out, all or none: zeros then. The plain functions take
-a handle in any form and call `torch.ops.flexsn.<name>`.
+Two operators run them, `flexsn::handle_forward` and `flexsn::handle_backward`: opaque to the compiler, with fake implementations. The five
+operators with names of their own, `torch.ops.flexsn.flexsn_inductor_*`, check their arguments, record the call for autograd and are made of
+these two in every trace. The functions here take a handle in any form.
+
+`flat_args = [*input_seqs, *init_states]`; initial states may be left out, all or none, and are zeros then.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -17,18 +21,16 @@ from .._operator.no_gradient import no_forward_mode, refuse_forward_mode
 from .._torch.autograd import skipping_autograd
 from .._torch.transforms import active_transforms, transforms_active
 from ..errors import DoubleBackwardError, MissingGradientError, OperandCountError
-from . import launch as step_launch
+from . import launch
 from .handles import get_flexsn_kernel_handle, handle_number, release_active_flexsn_kernel_handle, retain_flexsn_kernel_handle
 from .info import FlexSNInfo
-from .launch import final_metas, flexsn_forward, flexsn_inference, flexsn_inference_final_state, operands, return_metas
 
 _library = torch.library.Library("flexsn", "FRAGMENT")  # lives as long as the process
-_TAGS = (torch.Tag.pt2_compliant_tag,)
+_INFERENCE, _TRAINING = ("inference", "inference_final_state"), ("training", "training_final_state")  # kinds of calls forward
 
 
-# --- the functions -----------------------------------------------------------------------------------------------------------------
 def flexsn_inductor_inference(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    """`[*output_seqs, *state_seqs]`, not differentiable.
+    """Return `[*output_seqs, *state_seqs]`, not differentiable.
 
     Raises:
         RuntimeError: an unknown handle, or one without this kernel.
@@ -38,12 +40,12 @@ def flexsn_inductor_inference(handle: Any, flat_args: Sequence[Tensor]) -> list[
 
 
 def flexsn_inductor_inference_final_state(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    """`[*output_seqs, *final_states]`, not differentiable. Raises as `flexsn_inductor_inference`."""
+    """Return `[*output_seqs, *final_states]`, not differentiable. Raises as `flexsn_inductor_inference`."""
     return torch.ops.flexsn.flexsn_inductor_inference_final_state(handle_number(handle), list(flat_args))
 
 
 def flexsn_inductor_training(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    """Every return of the forward kernel: `[*output_seqs, *state_seqs, *intermediates]`; cotangents of the last are ignored.
+    """Return all that the forward kernel does: `[*output_seqs, *state_seqs, *intermediates]`; cotangents of the last are ignored.
 
     Raises:
         RuntimeError: as `flexsn_inductor_inference`; forward and backward kernels are both needed.
@@ -53,14 +55,14 @@ def flexsn_inductor_training(handle: Any, flat_args: Sequence[Tensor]) -> list[T
 
 
 def flexsn_inductor_training_final_state(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    """`[*output_seqs, *final_states, *saved]`: what the backward reads beside the outputs. Raises as `flexsn_inductor_training`."""
+    """Return `[*output_seqs, *final_states, *saved]`: what the backward reads beside the outputs. Raises as `flexsn_inductor_training`."""
     return torch.ops.flexsn.flexsn_inductor_training_final_state(handle_number(handle), list(flat_args))
 
 
 def flexsn_inductor_backward(
     handle: Any, grad_outputs: Sequence[Tensor | None], saved_tensors: Sequence[Tensor], input_templates: Sequence[Tensor]
 ) -> list[Tensor]:
-    """`[*input_grads, *init_state_grads]` of `flexsn_inductor_training`.
+    """Return `[*input_grads, *init_state_grads]` of `flexsn_inductor_training`.
 
     Args:
         grad_outputs: cotangents of output and state sequences, each possibly None.
@@ -70,11 +72,7 @@ def flexsn_inductor_backward(
     return torch.ops.flexsn.flexsn_inductor_backward(handle_number(handle), list(grad_outputs), list(saved_tensors), list(input_templates))
 
 
-# --- what runs ----------------------------------------------------------------------------------------------------------------------
-def _kernel(handle: int, name: str, info: str) -> tuple[Any, FlexSNInfo]:
-    return _get(handle, name), _get(handle, info)
-
-
+# --- the two operators -------------------------------------------------------------------------------------------------------------
 def _get(handle: int, name: str) -> Any:
     found = getattr(get_flexsn_kernel_handle(handle), name)
     if found is None:
@@ -82,8 +80,17 @@ def _get(handle: int, name: str) -> Any:
     return found
 
 
+def _info(handle: int, kind: str) -> FlexSNInfo:
+    return _get(handle, "training_info" if kind in _TRAINING else f"{kind}_info")
+
+
+def _kernel_kind(kind: str) -> str:
+    """Return what kind of kernel a kind of call runs."""
+    return "forward" if kind in _TRAINING else kind
+
+
 def _complete(info: FlexSNInfo, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    """With the initial states that were left out: zeros like a step of the first input."""
+    """Add the initial states that were left out: zeros like a step of the first input."""
     missing = info.num_inputs + info.num_states - len(flat_args)
     if not flat_args or info.num_inputs < 1:
         raise OperandCountError("at least one input is needed")
@@ -93,80 +100,48 @@ def _complete(info: FlexSNInfo, flat_args: Sequence[Tensor]) -> list[Tensor]:
     return [*flat_args, *(torch.zeros(x.shape[1:], dtype=x.dtype, device=x.device) for _ in range(missing))]
 
 
-def _inference(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    kernel, info = _kernel(handle, "inference_kernel", "inference_info")
-    return list(flexsn_inference(kernel, info, *_complete(info, flat_args)))
+def _results(kind: str, info: FlexSNInfo, returns: Sequence[Any], finals: Sequence[Any]) -> list[Any]:
+    """Return what a kind of call returns, of the sequences that its kernel stores and the final states."""
+    if not kind.endswith("final_state"):
+        return list(returns)
+    kept = [returns[j] for j in info.c2k_return_mapping if j >= info.num_outputs] if kind in _TRAINING else []
+    return [*returns[: info.num_outputs], *finals, *kept]
 
 
-def _inference_final_state(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    kernel, info = _kernel(handle, "inference_final_state_kernel", "inference_final_state_info")
-    return list(flexsn_inference_final_state(kernel, info, *_complete(info, flat_args)))
+def _forward(handle: int, kind: str, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    info, own = _info(handle, kind), _kernel_kind(kind)
+    kernel = _get(handle, f"{own}_kernel")
+    if kind in _TRAINING:
+        _get(handle, "backward_kernel")
+    found = _results(kind, info, *launch.forward(kernel, info, _complete(info, flat_args), own))
+    first = {id(t): k for k, t in reversed(list(enumerate(found)))}  # results of an operator do not alias each other
+    return [t if first[id(t)] == k else t.clone() for k, t in enumerate(found)]
 
 
-def _training(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    kernel, info = _kernel(handle, "forward_kernel", "training_info")
-    _get(handle, "backward_kernel")
-    return list(flexsn_forward(kernel, info, *_complete(info, flat_args)))
-
-
-def _training_final_state(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    kernel, info = _kernel(handle, "forward_kernel", "training_info")
-    _get(handle, "backward_kernel")
-    returns, finals = step_launch.forward_and_finals(kernel, info, _complete(info, flat_args))
-    return [*returns[: info.num_outputs], *finals, *_distinct([returns[j] for j in _kept(info)])]
-
-
-def _kept(info: FlexSNInfo) -> list[int]:
-    """Returns that the backward reads and that are no outputs."""
-    return [j for j in info.c2k_return_mapping if j >= info.num_outputs]
-
-
-def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """No tensor twice: results of an operator do not alias each other."""
-    first = {id(t): k for k, t in reversed(list(enumerate(tensors)))}
-    return [t if first[id(t)] == k else t.clone() for k, t in enumerate(tensors)]
+def _fake_forward(handle: int, kind: str, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    info = _info(handle, kind)
+    call = launch.Operands(info, _complete(info, flat_args))
+    metas = _results(kind, info, call.returns(_kernel_kind(kind)), call.finals())
+    return [torch.empty(shape, dtype=dtype, device=call.device) for shape, dtype in metas]
 
 
 def _backward(
-    handle: int,
-    grad_outputs: Sequence[Tensor | None],
-    saved_tensors: Sequence[Tensor],
-    input_templates: Sequence[Tensor],
-    final: bool = False,
+    handle: int, final: bool, grad_outputs: Sequence[Tensor | None], saved_tensors: Sequence[Tensor], input_templates: Sequence[Tensor]
 ) -> list[Tensor]:
-    kernel, info = _kernel(handle, "backward_kernel", "training_info")
+    """`final`: the cotangents after those of the outputs are of final states, not of state sequences."""
+    kernel, info = _get(handle, "backward_kernel"), _get(handle, "training_info")
     if len(grad_outputs) != info.num_returns or len(saved_tensors) != len(info.c2k_return_mapping):
         raise OperandCountError(f"{len(grad_outputs)} cotangents and {len(saved_tensors)} saved tensors")
     templates, states = _complete(info, input_templates), list(grad_outputs[info.num_outputs :])
     none: list[Tensor | None] = [None] * info.num_states
-    found = step_launch.backward(
+    found = launch.backward(
         kernel, info, grad_outputs[: info.num_outputs], none if final else states, states if final else none, saved_tensors,
         templates[: info.num_inputs], templates[info.num_inputs :],
     )  # fmt: skip
     return found[: len(input_templates)]
 
 
-def _backward_final_state(handle: int, grad_outputs, saved_tensors, input_templates) -> list[Tensor]:
-    """`_backward`, with cotangents of final states in place of state sequences."""
-    return _backward(handle, grad_outputs, saved_tensors, input_templates, final=True)
-
-
-# --- what they give, without running ---------------------------------------------------------------------------------------------------
-def _fake(info_name: str, final: bool, saved: bool) -> Callable[[int, Sequence[Tensor]], list[Tensor]]:
-    def fake(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
-        info = _get(handle, info_name)
-        inputs, states, T, step = operands(info, _complete(info, flat_args))
-        x = inputs[0]
-        returns = [((T, *shape), dtype) for shape, dtype in return_metas(info, inputs, states, step)]
-        ends = final_metas(info, inputs, states, step) if final else returns[info.num_outputs : info.num_returns]
-        tail = [returns[j] for j in _kept(info)] if final else returns[info.num_returns :]
-        metas = [*returns[: info.num_outputs], *ends, *(tail if saved else [])]
-        return [torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in metas]
-
-    return fake
-
-
-def _fake_backward(handle: int, grad_outputs, saved_tensors, input_templates: Sequence[Tensor]) -> list[Tensor]:
+def _fake_backward(handle: int, final: bool, grad_outputs, saved_tensors, input_templates: Sequence[Tensor]) -> list[Tensor]:
     _get(handle, "training_info")
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in input_templates]
 
@@ -180,40 +155,19 @@ class _Active:
         weakref.finalize(self, release_active_flexsn_kernel_handle, handle).atexit = False
 
 
-def _of(handle: int) -> str:
-    return f"kernel handle {handle}"
-
-
-def _refuse_transform(handle: int, name: str) -> NoReturn:
-    raise RuntimeError(f"flexsn: the kernels of handle {handle} do not run under `torch.func.{name}`: use `flex_sn_scan`")
-
-
-def _autograd_of_inference(operator: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    def rule(handle: int, *others) -> list[Tensor]:
-        tensors = [t for given in others for t in given if t is not None]
-        refuse_forward_mode(_of(handle), tensors)
-        if transforms_active() and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            hint = "`flexsn_inductor_training` is differentiable; pass detached tensors to the other operators."
-            raise MissingGradientError("is differentiated by an operator that has no gradient", core=_of(handle), hint=hint)  # never zeros
-        with skipping_autograd():
-            return operator(handle, *others)
-
-    return rule
-
-
 class _Training(torch.autograd.Function):
-    """A call of a training operator. `final`: it returns final states in place of state sequences."""
+    """A recorded call of a training operator."""
 
     @staticmethod
-    def forward(operator: Callable[..., list[Tensor]], final: bool, handle: int, *flat_args):
+    def forward(kind: str, handle: int, *flat_args):
         with skipping_autograd():
-            return tuple(operator(handle, list(flat_args)))
+            return tuple(torch.ops.flexsn.handle_forward(handle, kind, list(flat_args)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.final, ctx.handle, *flat_args = inputs
-        info: FlexSNInfo = _get(ctx.handle, "training_info")
-        ctx.active, ctx.num_args = _Active(ctx.handle), len(flat_args)
+        kind, ctx.handle, *flat_args = inputs
+        info = _info(ctx.handle, kind)
+        ctx.active, ctx.num_args, ctx.final = _Active(ctx.handle), len(flat_args), kind.endswith("final_state")
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[info.num_returns :])
         rest = iter(output[info.num_returns :])
@@ -229,51 +183,68 @@ class _Training(torch.autograd.Function):
         saved, templates = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
         given = list(grads[: info.num_returns])
         if all(g is None for g in given):
-            return None, None, None, *[None] * ctx.num_args
-        walk = torch.ops.flexsn.flexsn_inductor_backward_final_state if ctx.final else torch.ops.flexsn.flexsn_inductor_backward
-        return None, None, None, *[g if g.is_floating_point() else None for g in walk(ctx.handle, given, saved, templates)]
+            return None, None, *[None] * ctx.num_args
+        found = torch.ops.flexsn.handle_backward(ctx.handle, ctx.final, given, saved, templates)
+        return None, None, *[g if g.is_floating_point() else None for g in found]
 
     @staticmethod
     def jvp(ctx, *tangents):
         raise no_forward_mode(_of(ctx.handle))
 
 
-def _autograd_of_training(final: bool) -> Callable:
-    def of(operator: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-        def rule(handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
-            refuse_forward_mode(_of(handle), flat_args)
-            if torch.is_grad_enabled() and any(t.requires_grad for t in flat_args):
-                if transforms_active():
-                    _refuse_transform(handle, active_transforms()[-1])
-                return list(_Training.apply(operator, final, handle, *flat_args))
-            with skipping_autograd():
-                return operator(handle, flat_args)
-
-        return rule
-
-    return of
+def _of(handle: int) -> str:
+    return f"kernel handle {handle}"
 
 
-def _define(name: str, schema: str, run: Callable, fake: Callable, autograd: Callable) -> None:
-    _library.define(f"{name}{schema}", tags=_TAGS)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    _library.impl(name, autograd(getattr(torch.ops.flexsn, name)), "Autograd")
-    torch.library.register_fake(f"flexsn::{name}", fake, lib=_library)
+def _refuse_transform(handle: int, name: str) -> NoReturn:
+    raise RuntimeError(f"flexsn: the kernels of handle {handle} do not run under `torch.func.{name}`: use `flex_sn_scan`")
+
+
+def _recorded(handle: int, tensors: Sequence[Tensor | None]) -> bool:
+    """Return whether autograd asks for the gradient of a call; refuse forward mode."""
+    refuse_forward_mode(_of(handle), tensors)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _without_gradient(operator: Callable) -> Callable:
+    """Return the rule of an operator for autograd: below it no gradient is recorded."""
+
+    def rule(handle: int, *others) -> list[Tensor]:
+        tensors = [t for given in others if isinstance(given, (list, tuple)) for t in given]
+        if _recorded(handle, tensors) and (transforms_active() or others[0] in _TRAINING):  # a transform would take it for zeros
+            hint = "`flexsn_inductor_training` is differentiable; pass detached tensors to the other operators."
+            raise MissingGradientError("is differentiated by an operator that has no gradient", core=_of(handle), hint=hint)
+        with skipping_autograd():
+            return operator(handle, *others)
+
+    return rule
+
+
+def _training(kind: str, handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    if not _recorded(handle, flat_args):
+        return torch.ops.flexsn.handle_forward(handle, kind, flat_args)
+    if transforms_active():
+        _refuse_transform(handle, active_transforms()[-1])
+    return list(_Training.apply(kind, handle, *flat_args))
+
+
+def _inference(kind: str, handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    return torch.ops.flexsn.handle_forward(handle, kind, flat_args)
+
+
+def _define(name: str, schema: str, run: Callable, fake: Callable | None = None) -> None:
+    """Define an operator, which without `fake` is made of others in every trace."""
+    _library.define(f"{name}({schema}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run, "CompositeImplicitAutograd" if fake is None else "CompositeExplicitAutograd")
+    if fake is not None:
+        _library.impl(name, _without_gradient(getattr(torch.ops.flexsn, name)), "Autograd")
+        torch.library.register_fake(f"flexsn::{name}", fake, lib=_library)
     torch.library.register_vmap(f"flexsn::{name}", lambda info, in_dims, handle, *others: _refuse_transform(handle, "vmap"), lib=_library)
 
 
-_FORWARD = "(int handle, Tensor[] flat_args) -> Tensor[]"
-_BACKWARD = "(int handle, Tensor?[] grad_outputs, Tensor[] saved_tensors, Tensor[] input_templates) -> Tensor[]"
-_INFERENCE: dict[str, tuple[Callable, Callable]] = {
-    "flexsn_inductor_inference": (_inference, _fake("inference_info", final=False, saved=False)),
-    "flexsn_inductor_inference_final_state": (_inference_final_state, _fake("inference_final_state_info", final=True, saved=False)),
-}
-for _name, (_run, _shapes) in _INFERENCE.items():
-    _define(_name, _FORWARD, _run, _shapes, _autograd_of_inference)
-for _name, _run in (("flexsn_inductor_backward", _backward), ("flexsn_inductor_backward_final_state", _backward_final_state)):
-    _define(_name, _BACKWARD, _run, _fake_backward, _autograd_of_inference)
-for _name, _run, _final in (
-    ("flexsn_inductor_training", _training, False),
-    ("flexsn_inductor_training_final_state", _training_final_state, True),
-):
-    _define(_name, _FORWARD, _run, _fake("training_info", final=_final, saved=True), _autograd_of_training(_final))
+_ARGS, _GRADS = "Tensor[] flat_args", "Tensor?[] grad_outputs, Tensor[] saved_tensors, Tensor[] input_templates"
+_define("handle_forward", f"int handle, str kind, {_ARGS}", _forward, _fake_forward)
+_define("handle_backward", f"int handle, bool final, {_GRADS}", _backward, _fake_backward)
+for _kind in (*_INFERENCE, *_TRAINING):
+    _define(f"flexsn_inductor_{_kind}", f"int handle, {_ARGS}", functools.partial(_training if _kind in _TRAINING else _inference, _kind))
+_define("flexsn_inductor_backward", f"int handle, {_GRADS}", lambda handle, *args: torch.ops.flexsn.handle_backward(handle, False, *args))

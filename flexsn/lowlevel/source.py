@@ -20,7 +20,7 @@ from .._capture.signature import Signature
 from .._capture.trace import Meta, trace
 from .._codegen.language import safe
 from .._codegen.triton import IMPORTS, render_step
-from .._ir.graph import Builder, Node
+from .._ir.graph import Builder
 from .._ir.lowering import lower
 from .._program.compiled import _static_module
 from .._runtime.triton_kernel import _define
@@ -30,24 +30,23 @@ from .graphs import output_values
 from .info import meta_of
 
 
-class Closed:
+class ClosedStep:
     """A step graph over the closed op set.
 
     Attributes:
         graph: inputs and outputs by role; what depends on captured tensors alone comes in as `p*`.
-        given: roles of its results; None where there is none.
     """
 
     def __init__(
-        self, graph: fx.Graph, name: str, roles: Sequence[str], results: Sequence[str], carried: Mapping[str, torch.dtype],
+        self, graph: fx.Graph, name: str, takes: Sequence[str], gives: Mapping[str, int], carried: Mapping[str, torch.dtype],
         device: torch.device | None = None, numbers: bool = False,
     ):  # fmt: skip
         """Close an ATen graph.
 
         Args:
-            roles: of its arguments.
-            results: of what it returns.
-            carried: dtypes of the roles that go from step to step.
+            takes: roles of its arguments.
+            gives: roles of the outputs, and which of its returns each is; a return of None has none.
+            carried: dtypes of the outputs that go from step to step; without a return they are zero.
             device: whose eager rules hold; by default that of the first argument.
             numbers: write captured tensors of one element as numbers, and refuse others.
 
@@ -62,53 +61,39 @@ class Closed:
         sig = Signature(name, len(leaves), 0, len(self._constants), tuple(names))
         metas = [*map(meta_of, leaves), *(Meta(tuple(t.shape), t.dtype) for t in self._constants.values())]
         self._names = names[len(leaves) :]
-        kept = {role: n for role, n in zip(results, output_values(graph), strict=True) if isinstance(n, fx.Node)}
-        self.given = [role if role in kept else None for role in results]
+        values = output_values(graph)
+        found = {role: node for role, k in gives.items() if (node := values[k]) is not None}
         device = device or example_device(graph)
 
         def replay(*operands: Tensor) -> list[Tensor]:
-            return _replay(graph, operands[: len(leaves)], dict(zip(self._constants, operands[len(leaves) :], strict=True)), kept)
+            constants = dict(zip(self._constants, operands[len(leaves) :], strict=True))
+            return _replay(graph, operands[: len(leaves)], constants, list(found.values()))
 
         try:
             recorded = trace(replay, sig, metas, device, {}, vjp=False)
-            ins = dict(zip(roles, recorded.operands, strict=False))
-            outs = dict(zip(kept, recorded.returns, strict=True))
+            ins = dict(zip(takes, recorded.operands, strict=False))
+            outs = dict(zip(found, recorded.returns, strict=True))
             self.graph, statics = lower(name, ins, outs, dict(carried), device)
             self._prologue = _static_module(recorded, statics, {})
             if numbers and statics:
-                for role, value in self.params().items():
-                    statics[role].meta["uniform"] = _number(value, name)
+                for role, param in self.params().items():
+                    statics[role].meta["uniform"] = _number(param, name)
                 self.graph, _ = lower(name, ins, outs, dict(carried), device)
         except CannotFuseError as error:
             if isinstance(error, UnsupportedOpError):
                 raise
             raise UnsupportedOpError(error.reason, core=name, hint=error.hint) from error
+        for role in carried:
+            self.graph.outputs.setdefault(role, Builder(name).const(0, carried[role]))
 
     def params(self) -> dict[str, Tensor]:
-        """The values of `p*`, computed from the captured tensors as they are now."""
-        if not self._constants:
-            return {}
+        """Return the values of `p*`, computed from the captured tensors as they are now."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return self._prologue(dict(zip(self._names, [t.detach() for t in self._constants.values()], strict=True)))
 
-    def carry(self, role: str, source: str, dtype: torch.dtype) -> None:
-        """Add a result: another one, in the dtype in which it goes to the next step."""
-        node = self.graph.outputs[source]
-        if node.dtype != dtype:
-            last, node = node, Node("convert", (node,), dtype, f"{role}_next")
-            if last.op == "const":
-                node = Builder(self.graph.core).const(last.value, dtype)
-            else:
-                self.graph.nodes.append(node)
-        self.graph.outputs[role] = node
-
-    def zero(self, role: str, dtype: torch.dtype) -> None:
-        """Add a result that is always zero."""
-        self.graph.outputs[role] = Builder(self.graph.core).const(0, dtype)
-
 
 def example_device(graph: fx.Graph) -> torch.device:
-    """Of the examples that a graph was captured with."""
+    """Return the device of the examples that a graph was captured with."""
     vals = [n.meta.get("val") for n in graph.find_nodes(op="placeholder")]
     return next((v.device for v in vals if isinstance(v, Tensor)), torch.device("cpu"))
 
@@ -122,8 +107,8 @@ def _attribute(graph: fx.Graph, target: Any) -> Tensor:
     return value
 
 
-def _replay(graph: fx.Graph, operands: Sequence[Tensor], constants: Mapping[str, Tensor], kept: Mapping[str, fx.Node]) -> list[Tensor]:
-    """Run a graph node by node."""
+def _replay(graph: fx.Graph, operands: Sequence[Tensor], constants: Mapping[str, Tensor], kept: Sequence[fx.Node]) -> list[Tensor]:
+    """Run a graph node by node; return the values of some."""
     env: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
     for node in graph.nodes:
         if node.op == "output":
@@ -138,7 +123,7 @@ def _replay(graph: fx.Graph, operands: Sequence[Tensor], constants: Mapping[str,
             env[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
         elif node.op == "call_module":
             raise UnsupportedOpError(f"the graph calls module `{node.target}`; flat ATen graphs are taken")
-    return [env[node] for node in kept.values()]
+    return [env[node] for node in kept]
 
 
 def _number(value: Tensor, name: str) -> Any:
@@ -152,7 +137,7 @@ def _number(value: Tensor, name: str) -> Any:
 
 # --- text ------------------------------------------------------------------------------------------------------------------------
 def generate_triton_code_str(graph: fx.Graph, fn_name: str) -> tuple[str, str]:
-    """The `@triton.jit` function of one step: the graph's arguments to its returns, as values of a block of neurons.
+    """Return the source of one step as a `@triton.jit` function: of values of a block of neurons, the graph's arguments to its returns.
 
     16-bit floats are computed in float32 and rounded after every op, as in eager. A returned None is a zero.
 
@@ -165,11 +150,11 @@ def generate_triton_code_str(graph: fx.Graph, fn_name: str) -> tuple[str, str]:
     name = safe(fn_name).replace(".", "_")
     name = name if name.isidentifier() else f"core_{name}"
     roles = [f"x{k}" for k, _ in enumerate(graph.find_nodes(op="placeholder"))]
-    results = [f"y{k}" for k, _ in enumerate(output_values(graph))]
-    closed = Closed(graph, fn_name, roles, results, {}, numbers=True)
-    digest = hashlib.sha256(render_step(closed.graph, name, roles, closed.given).encode()).hexdigest()[:12]
-    unique = f"{name}_{digest}"
-    return render_step(closed.graph, unique, roles, closed.given), unique
+    gives = {f"y{k}": k for k, _ in enumerate(output_values(graph))}
+    closed = ClosedStep(graph, fn_name, roles, gives, {}, numbers=True).graph
+    results = [role if role in closed.outputs else None for role in gives]
+    unique = f"{name}_{hashlib.sha256(render_step(closed, name, roles, results).encode()).hexdigest()[:12]}"
+    return render_step(closed, unique, roles, results), unique
 
 
 _lock = threading.Lock()
@@ -178,7 +163,7 @@ _loaded: MutableMapping[tuple[str, str], Any] = weakref.WeakValueDictionary()
 
 
 def compile_triton_code_str(source: str, kernel_name: str) -> Any:
-    """The function `kernel_name` of a source, loaded; the same source gives the same object, while that is held.
+    """Return the function `kernel_name` of a source, loaded; the same source gives the same object, while that is held.
 
     Raises:
         ValueError: the source defines no such function.
@@ -195,5 +180,5 @@ def compile_triton_code_str(source: str, kernel_name: str) -> Any:
 
 
 def complete(source: str) -> str:
-    """A source with the imports of generated ones, if it has none of its own."""
+    """Return a source with the imports of generated ones, if it has none of its own."""
     return source if re.search(r"^(import|from) ", source, re.MULTILINE) else "\n".join([*IMPORTS, "", "", source])

@@ -276,6 +276,19 @@ def test_captured_tensors_are_read_at_every_launch():
             w.mul_(2)
 
 
+def test_constants_that_a_core_makes():
+    """They are computed once per launch, beside no captured tensor."""
+
+    def core(x, v):
+        return x, v * torch.exp(-torch.ones(3) / 5) + x
+
+    x, v = torch.randn(4, 3), torch.randn(3)
+    kernel, info = build_inference_kernel(core, 1, 1, 1, [x[0], v])
+    outputs, sequences, _ = loop(core, [x], [v], 1)
+    for a, b in zip(flexsn_inference(kernel, info, x, v), outputs + sequences, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_integers_and_bools():
     def core(x, fire, count):
         count = count + fire.to(count.dtype)
@@ -631,6 +644,12 @@ for name in here.CORES:
                 plan, text = kernel.render(present=present)
                 assert "ld.global" in Kernel(plan, text).build(Tile(128, 2, False, True), GPUTarget("cuda", 90, 32)).asm["ptx"]
                 built += 1
+info = here.FlexSNInfo(1, 1, 1, ["x", "v"], ["s", "h", "h"], ["s0", "v0", "_"], ["s0", "v0"], 2, [1])
+for name in ("step", "steps", "step_forward"):  # as the renderer names functions of its own
+    source = here.BY_HAND.replace("def step(", f"def {name}(")
+    plan, text = here.get_flexsn_forward_kernel(source, name, info).render()
+    assert "st.global" in Kernel(plan, text).build(Tile(64, 2, True), GPUTarget("cuda", 90, 32)).asm["ptx"]
+    built += 1
 print(built)
 """
 
@@ -641,4 +660,4 @@ def test_kernels_of_a_source_build_for_a_gpu(tmp_path):
     command = [sys.executable, "-c", BUILDS, str(Path(__file__).parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) == 96
+    assert int(done.stdout) == 99

@@ -3,11 +3,13 @@
 import copy
 import gc
 import inspect
+import operator
 import threading
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexsn import surrogate
 from flexsn.errors import DoubleBackwardError, ForwardModeError, MissingGradientError
@@ -493,9 +495,29 @@ def test_opcheck_of_the_backward(handle, kernels, final):
         returns = flexsn_inductor_training(handle, [*xs, *vs])
     saved = [returns[i] for i in info.c2k_return_mapping]
     rows = [torch.randn(4, 3) if final else torch.randn(6, 4, 3), None]
-    op = ops.flexsn_inductor_backward_final_state if final else ops.flexsn_inductor_backward
-    result = torch.library.opcheck(op.default, (handle, [torch.randn(6, 4, 3), None, None, *rows], saved, [*xs, *vs]))
-    assert set(result.values()) == {"SUCCESS"}
+    args = [torch.randn(6, 4, 3), None, None, *rows], saved, [*xs, *vs]
+    calls = [(ops.handle_backward.default, (handle, final, *args))]
+    calls += [] if final else [(ops.flexsn_inductor_backward.default, (handle, *args))]
+    for op, given in calls:
+        assert set(torch.library.opcheck(op, given).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("kind", list(FORWARD))
+def test_a_trace_holds_one_operator(handle, kind):
+    xs, vs = operands(grad=False)
+    traced = make_fx(lambda *args: FORWARD[kind][0](handle, list(args)))(*xs, *vs)
+    targets = {n.target for n in traced.graph.nodes if n.op == "call_function"}
+    assert targets - {operator.getitem} == {ops.handle_forward.default}
+    want = FORWARD[kind][0](handle, [*xs, *vs])
+    assert all(torch.equal(a, b) for a, b in zip(traced(*xs, *vs), want, strict=True))
+
+
+@TRAINING
+def test_what_is_left_of_a_trace_has_no_gradient(handle, kind):
+    """The formula of autograd is around the operator: without it a gradient is refused, and never zeros."""
+    xs, vs = operands()
+    with pytest.raises(MissingGradientError, match=f"kernel handle {handle}"):
+        ops.handle_forward(handle, kind, [*xs, *vs])
 
 
 @TRAINING
