@@ -20,7 +20,7 @@ from .._operator.library import KERNEL_OPERATORS, WHEN_TRACED, Operands, by_role
 from .._operator.no_gradient import refuse_forward_mode
 from .._torch.autograd import forward_ad_level
 from .._torch.availability import moved
-from . import prologue_fusion as absorb
+from . import prologue_fusion
 from .inductor import lower_to_calls
 
 Settle = Callable[..., tuple[Launch, Operands]]
@@ -37,8 +37,8 @@ def _of_backward(
 
 
 def _site(settle: Settle, operands_of: Callable[..., Operands], keeps: bool = True) -> Callable[..., list[Tensor]]:
-    """A site; if it `keeps` nothing, what any place may call."""
-    kept: Launch | None = None
+    """Return a site; if it `keeps` nothing, what any place may call."""
+    kept: Callable[[Operands], list[Tensor]] | None = None
 
     def call(*args: Any) -> list[Tensor]:
         nonlocal kept
@@ -46,16 +46,17 @@ def _site(settle: Settle, operands_of: Callable[..., Operands], keeps: bool = Tr
         if forward_ad_level() >= 0:
             refuse_forward_mode(program_from(args[0], args[1][0].device).sig.core, (*given, *params))
         if kept is not None:
-            return kept.run((*given, *params))
+            return kept((*given, *params) if params else given)
         launch, operands = settle(given, *args)
-        kept = launch if keeps and operands is given and _takes(launch, params) else None
+        if keeps and operands is given and _takes(launch, params):
+            kept = launch.fixed((*given, *params))
         return launch(operands, by_role(params))
 
     return call
 
 
 def _takes(launch: Launch, params: Operands) -> bool:
-    """Whether it takes all of the params, in their order."""
+    """Return whether it takes all of the params, in their order."""
     return launch.params == tuple([f"p{k}" for k in range(len(params))])
 
 
@@ -79,7 +80,7 @@ def prepare_inductor() -> None:
 def _tell_inductor() -> None:
     if not moved("torch.compile"):
         lower_to_calls(KERNEL_OPERATORS, torch.ops.flexsn.carry.default)
-        absorb.register()
+        prologue_fusion.register()
 
 
 WHEN_TRACED.append(prepare_inductor)
