@@ -1,10 +1,11 @@
 """A training step of a spiking VGG-11 under bf16 autocast, eager and compiled, with ReLU in the neuron's place as the floor.
 
-    python benchmarks/network.py --output benchmarks/results/network_<date>.json [--steps 4 16] [--only NAME ...]
+    python benchmarks/network.py --output benchmarks/results/network_<date>.json [--steps 4 16] [--only NAME ...] [--without-fusion]
 
 Needs a GPU and, for the peers, SpikingJelly 2.0.0. Every network has the same weights; a step is forward, loss, backward
 and SGD on [T, 128, 3, 32, 32] noise. Time: the networks run in turns of a few steps, synchronised, since the speed of a
 shared host changes from second to second; the median over rounds. Peers follow, one by one. Memory: the peak of a step.
+`--without-fusion`: what stands before a neuron in a compiled network stays a pass of its own, to see what fusing it gains.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,6 +33,7 @@ from gpu import machine
 
 import flexsn
 from flexsn._runtime.triton_kernel import finish_builds
+from flexsn._torch_compile import prologue_fusion
 
 BATCH = 128
 LAYOUT = (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M")
@@ -217,13 +220,17 @@ def main() -> None:
     parser.add_argument("--steps", nargs="*", type=int, default=[4, 16])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--without-fusion", action="store_true")
     options = parser.parse_args()
+    if options.without_fusion:
+        prologue_fusion.DEVICES.clear()
+        torch._inductor.config.force_disable_caches = True  # they know nothing of it
     target = Path(options.output)
     document: dict = json.loads(target.read_text()) if target.exists() else {"T": {}}  # rows that are not measured again stay
     now, before = machine(), document.get("machine", {})
     if not peers.spikingjelly:
         now["spikingjelly"] = before.get("spikingjelly", "absent")  # that of the rows that stay
-    document |= {"machine": now, "batch": BATCH}
+    document |= {"machine": now, "batch": BATCH, "fusion": not options.without_fusion}
     torch.backends.cudnn.benchmark = False
     torch._dynamo.config.recompile_limit = 2 * len(RUNS)  # to Dynamo they are one function
     for T in options.steps:

@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 from flexsn import FlexSN
 from flexsn._operator.library import program_from
 from flexsn._program import serialize as text
-from flexsn._torch_compile import prologue_fusion as absorb
+from flexsn._torch_compile import prologue_fusion
 
 TAU, TH = 2.0, 1.0
 
@@ -24,17 +24,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning") 
 
 
 @pytest.fixture(autouse=True)
-def absorbing(monkeypatch):
-    """On every device, and what was absorbed: (program, new program or None) of each chain that was found."""
+def fused(monkeypatch):
+    """On every device, and what was fused: (program, new program or None) of each chain that was found."""
     found = []
-    own = absorb.with_chain
+    own = prologue_fusion.with_chain
 
     def noting(program, *others):
         found.append((program, own(program, *others)))
         return found[-1][1]
 
-    monkeypatch.setattr(absorb, "DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(absorb, "with_chain", noting)
+    monkeypatch.setattr(prologue_fusion, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(prologue_fusion, "with_chain", noting)
     torch._dynamo.reset()
     with fresh_cache():  # which knows nothing of what is set here
         yield found
@@ -68,10 +68,10 @@ def results(model, call, *inputs):
 
 
 def both(model, *inputs, **options):
-    """Results of the compiled model, with what is absorbed and without."""
+    """Results of the compiled model, with what is fused and without."""
     other = copy.deepcopy(model)
     got = results(model, torch.compile(model, fullgraph=True, **options), *inputs)
-    absorb.DEVICES.clear()
+    prologue_fusion.DEVICES.clear()
     torch._dynamo.reset()
     with fresh_cache():
         return got, results(other, torch.compile(other, fullgraph=True, **options), *inputs)
@@ -85,24 +85,24 @@ def assert_close(got, want):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-12
 
 
-# --- what is absorbed -----------------------------------------------------------------------------------------------------------
+# --- what is fused -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("T", [1, 4, 40])
-def test_batch_norm(absorbing, T, train):
+def test_batch_norm(fused, T, train):
     model = Block(neuron()).train(train)
     got, want = both(model, torch.randn(T, 2, 3, 7, 5))
-    assert len(absorbing) == 2  # forward and backward
-    assert all(longer is not None for _, longer in absorbing)
+    assert len(fused) == 2  # forward and backward
+    assert all(longer is not None for _, longer in fused)
     assert torch.equal(got[0], want[0])
     assert_close(got, want)
 
 
-def test_half_precision_is_rounded_as_eager_rounds_it(absorbing):
+def test_half_precision_is_rounded_as_eager_rounds_it(fused):
     model = Block(neuron(relu_mem))
     x = torch.randn(4, 2, 3, 7, 5)
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         got, want = both(model, x)
-    assert len(absorbing) == 2
+    assert len(fused) == 2
     assert got[0].dtype == torch.bfloat16
     assert got[0].ne(want[0]).float().mean() < 0.01  # where Inductor contracts a product and a sum
 
@@ -120,38 +120,38 @@ class Affine(nn.Module):
 
 
 @pytest.mark.parametrize("shape", [(6, 1), (5,), (1, 1), (6, 5), (3, 6, 5)])
-def test_numbers_are_those_of_eager(absorbing, shape):
+def test_numbers_are_those_of_eager(fused, shape):
     model = Affine(neuron(relu_mem), shape)
     x = torch.randn(20, 3, 6, 5)
     want = results(model, model, x)
     got = results(model, torch.compile(model, fullgraph=True), x)
-    assert len(absorbing) == 2
+    assert len(fused) == 2
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     assert_close(got, want)
 
 
-def test_params_of_the_neuron_stay_its_own(absorbing):
+def test_params_of_the_neuron_stay_its_own(fused):
     params = [nn.Parameter(torch.full((6, 1), 2.0)), nn.Parameter(torch.full((5,), 0.5))]
     model = Affine(neuron(lif, params=params))
     got, want = both(model, torch.randn(20, 3, 6, 5))
-    assert len(absorbing) == 2
+    assert len(fused) == 2
     assert torch.equal(got[0], want[0])
     assert_close(got, want)
 
 
-def test_names_of_the_neuron_stay_its_own(absorbing):
+def test_names_of_the_neuron_stay_its_own(fused):
     def core(x, v, before_0_0):
         v = v * before_0_0 + x
         return v.tanh(), v
 
     got, want = both(Affine(neuron(core, params=[nn.Parameter(torch.tensor(0.3))])), torch.randn(20, 3, 6, 5))
-    assert len(absorbing) == 2
+    assert len(fused) == 2
     assert_close(got, want)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of Dynamo, which looks at carried states
-def test_carried_states(absorbing):
+def test_carried_states(fused):
     models = [Affine(FlexSN(relu_mem, num_states=1, strict=True)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     calls = torch.compile(models[0], fullgraph=True), models[1]
@@ -160,12 +160,12 @@ def test_carried_states(absorbing):
     for call, model in zip(calls, models, strict=True):
         y = torch.cat([call(part) for part in parts])
         found.append([y, *torch.autograd.grad(y.square().sum() + model.neuron.states[0].sum(), [*parts, *model.parameters()])])
-    assert len(absorbing) == 4
+    assert len(fused) == 4
     assert torch.equal(found[0][0], found[1][0])
     assert_close(*found)
 
 
-def test_the_sign_of_zero(absorbing):
+def test_the_sign_of_zero(fused):
     class Times(nn.Module):
         def __init__(self, number):
             super().__init__()
@@ -179,12 +179,12 @@ def test_the_sign_of_zero(absorbing):
         for number in (0.0, -0.0):  # which Dynamo takes for one
             torch._dynamo.reset()
             found.append(torch.compile(Times(number), fullgraph=True)(torch.ones(4, 3)))
-    assert len(absorbing) == 2
+    assert len(fused) == 2
     assert found[0].eq(torch.inf).all()
     assert found[1].eq(-torch.inf).all()
 
 
-def test_two_inputs(absorbing):
+def test_two_inputs(fused):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -196,27 +196,27 @@ def test_two_inputs(absorbing):
     model, a, b = Two(), torch.randn(20, 3, 5), torch.randn(20, 3, 5)
     with torch.no_grad():
         assert torch.equal(torch.compile(model, fullgraph=True)(a, b), model(a, b))
-    assert len(absorbing) == 2
+    assert len(fused) == 2
 
 
-def test_sizes_that_change(absorbing):
+def test_sizes_that_change(fused):
     model = Affine(neuron(relu_mem), (6, 1))
     call = torch.compile(model, fullgraph=True, dynamic=True)
     for T, B in ((20, 3), (4, 5), (40, 6)):
         x = torch.randn(T, B, 6, 5)
         assert_close(results(model, call, x), results(model, model, x))
-    assert len(absorbing) == 2  # compiled once
+    assert len(fused) == 2  # compiled once
 
 
-def test_an_input_that_is_also_returned(absorbing):
+def test_an_input_that_is_also_returned(fused):
     got, want = both(Affine(neuron(lambda x, v: (x, v + x))), torch.randn(20, 3, 6, 5))
-    assert absorbing
+    assert fused
     assert_close(got, want)
 
 
-def test_checkpoints_do_not_depend_on_it(absorbing):
+def test_checkpoints_do_not_depend_on_it(fused):
     both(Block(neuron()), torch.randn(40, 2, 3, 7, 5))
-    for program, longer in absorbing:
+    for program, longer in fused:
         before, after = [program_from(p, torch.device("cpu")) for p in (program, longer[0])]
         assert len(after.graph.nodes) > len(before.graph.nodes)
         assert after.chunk == before.chunk
@@ -224,15 +224,15 @@ def test_checkpoints_do_not_depend_on_it(absorbing):
         assert text.read(longer[0], torch.device("cpu")).ops == before.ops
 
 
-def test_the_rewritten_graph_holds_no_chain(absorbing, monkeypatch):
+def test_the_rewritten_graph_holds_no_chain(fused, monkeypatch):
     graphs = []
-    own = absorb.absorb
+    own = prologue_fusion.fuse
 
     def keeping(node):
         own(node)
         graphs.append({str(n.target) for n in node.graph.nodes})
 
-    monkeypatch.setattr(absorb, "absorb", keeping)
+    monkeypatch.setattr(prologue_fusion, "fuse", keeping)
     model = Affine(neuron())
     with torch.no_grad():
         torch.compile(model, fullgraph=True)(torch.randn(4, 3, 6, 5))
@@ -276,7 +276,7 @@ def with_alpha(x):
 
 
 def long(x):
-    for _ in range(absorb._LONGEST + 1):
+    for _ in range(prologue_fusion._LONGEST + 1):
         x = x * 1.25 - 0.5
     return x
 
@@ -300,31 +300,31 @@ def merged(x):
 @pytest.mark.parametrize(
     "before", [read_by_another, of_two, different_at_every_step, not_arithmetic, of_another_dtype, of_a_slice, of_batch_first, merged]
 )
-def test_other_inputs_stay(absorbing, before):
+def test_other_inputs_stay(fused, before):
     model = Before(before)
     inputs = [torch.randn(4, 3, 5) for _ in range(2 if before is of_two else 1)]
     want = results(model, model, *inputs)
     got = results(model, torch.compile(model, fullgraph=True), *inputs)
     with torch.no_grad():  # where nothing is saved
         assert_close(torch.compile(model, fullgraph=True)(*inputs), model(*inputs))
-    assert not absorbing
+    assert not fused
     assert_close(got, want)
 
 
-def test_float8_is_rounded_outside(absorbing):
+def test_float8_is_rounded_outside(fused):
     model, x = Before(of_float8), torch.randn(4, 3, 5)
     with torch.no_grad():
         assert torch.equal(torch.compile(model, fullgraph=True)(x), model(x))
-    assert not absorbing
+    assert not fused
 
 
-def test_the_end_of_a_long_chain(absorbing):
+def test_the_end_of_a_long_chain(fused):
     got, want = both(Before(long), torch.randn(4, 3, 5))
-    assert all(longer is not None for _, longer in absorbing)
+    assert all(longer is not None for _, longer in fused)
     assert_close(got, want)
 
 
-def test_a_smaller_input_stays(absorbing):
+def test_a_smaller_input_stays(fused):
     class Broadcasting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -334,5 +334,5 @@ def test_a_smaller_input_stays(absorbing):
             return self.neuron(a * 2, b)
 
     got, want = both(Broadcasting(), torch.randn(4, 1, 5), torch.randn(4, 3, 5))
-    assert all(longer is None for _, longer in absorbing)
+    assert all(longer is None for _, longer in fused)
     assert_close(got, want)
