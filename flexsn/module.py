@@ -25,8 +25,9 @@ from ._capture.arguments import (
 from ._capture.signature import check_core, core_name, not_a_tensor, positional_names
 from ._operator.checkpointed import Within, enter, starts_anew
 from ._operator.dispatch import run_core
-from ._operator.library import carry, check_backend
+from ._operator.library import carry
 from ._operator.owner import CoreOwner, Tensors, free_names
+from ._runtime.backends import check_backend
 from ._torch.autograd import current_backward
 from ._torch.transforms import is_wrapped, transforms_active
 from ._torch_compile.core_scan import compile_core

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._ir.graph import HALF
+from .._ir.rounding import rounding_of
 from .._torch.capture import decomposition_table
 
 aten = torch.ops.aten
@@ -154,7 +155,7 @@ def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 def _normal_below(x: Tensor) -> Tensor:
     """The share of a normal distribution below x: where it is small, 1 + erf cancels, on a CPU in eager too."""
-    if x.device.type == "cuda":
+    if not rounding_of(x.device).cancels_in_gelu:
         return 0.5 * torch.erfc(x * -math.sqrt(0.5))
     return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
 
@@ -164,7 +165,7 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     if approximate == "none":
         return x * _normal_below(x)
     beta, kappa, cube = math.sqrt(2 / math.pi), 0.044715, x * x * x
-    inner = torch.add(x, cube, alpha=kappa) if x.device.type == "cuda" else x + kappa * cube  # nvcc contracts
+    inner = torch.add(x, cube, alpha=kappa) if rounding_of(x.device).contracts else x + kappa * cube  # nvcc contracts
     return 0.5 * x * (1 + torch.tanh(beta * inner))
 
 

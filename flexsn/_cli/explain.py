@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .._capture.signature import DTYPES, positional_names
-from .._operator.library import WANTED
 from .._report import explain
+from .._runtime.backends import NAMES
 from ..errors import FlexSNError
 from ..module import FlexSN
 from .outcome import BAD, GOOD, Outcome, UsageError
@@ -30,7 +30,7 @@ def add_explain(commands: Any) -> list[argparse.ArgumentParser]:
     parser.add_argument("target", metavar="MODULE:NAME", help="a core, a FlexSN or a network: package.module:name or file.py:name")
     add_operands(parser)
     parser.add_argument("--states", type=number_of_states, metavar="S", help="number of states of a core; by default what its inputs leave")
-    parser.add_argument("--backend", choices=WANTED, help='by default "auto", or the module\'s own')
+    parser.add_argument("--backend", choices=NAMES, help='by default "auto", or the module\'s own')
     parser.add_argument("--no-measure", action="store_true", help="time nothing")
     parser.add_argument("--html", metavar="FILE", help="write the report as a page")
     parser.set_defaults(run=run)

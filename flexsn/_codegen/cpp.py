@@ -15,6 +15,7 @@ from collections.abc import Container, Sequence
 import torch
 
 from .._ir.graph import Graph, Node
+from .._ir.roles import Kind, of_kind
 from .._plan.plan import Array, Plan
 from .cpp_ops import NEEDS, TEXTS
 from .language import Language, safe, title
@@ -142,7 +143,7 @@ def _open(plan: Plan) -> list[str]:
     params = [a for a in plan.reads if a.kind == "param"]
     lines += [f"      spread({a.role}_seq, dims[{2 * i}], dims[{2 * i + 1}], begin, size, {a.role}_row);" for i, a in enumerate(params)]
     for a in plan.carried:
-        if a.role[:2] == "gp":
+        if a.role.kind is Kind.PARAM_GRAD:
             lines.append(f"      std::memset({a.role}_row, 0, n * sizeof({ROW[a.compute]}));")
         else:
             lines.append(f"      first_row({a.role}_first, begin, size, {a.role}_row);")
@@ -165,7 +166,7 @@ def _scratch_rows(plan: Plan) -> list[tuple[str, str, str]]:
     rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.arguments if a.kind == "param"]
     rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.carried]
     if plan.direction == "backward":
-        rows += [(f"v{a.role[1:]}_row", ROW[a.compute], "K * tile") for a in plan.reads if a.kind == "checkpoint"]
+        rows += [(f"{a.role.to(Kind.STATE)}_row", ROW[a.compute], "K * tile") for a in plan.reads if a.kind == "checkpoint"]
     return rows
 
 
@@ -215,7 +216,7 @@ def _operand_rows(step: _Step, graph: Graph, plan: Plan, state: str) -> None:
         ctype = COMPUTE[node.dtype]
         sequence = role in arrays and arrays[role].kind == "sequence"
         rtype = STORAGE[arrays[role].storage] if sequence else ROW[node.dtype]
-        step.row(f"{role}_row", rtype, state.format(role) if role[0] == "v" else f"{role}_row")
+        step.row(f"{role}_row", rtype, state.format(role) if role.kind is Kind.STATE else f"{role}_row")
         step.top.append(f"const {ctype} {node.name} = {_loaded(f'{role}_row[i]', rtype, ctype)};")
 
 
@@ -261,13 +262,13 @@ def _forward(plan: Plan) -> list[str]:
         step.bottom.append(f"{a.role}_row[i] = {_stored(graph.outputs[a.role], ROW[a.compute])};")
     for a in plan.writes:
         if a.kind == "sequence":
-            value = graph.outputs[a.role if a.role[0] == "y" else f"v{a.role[1:]}"]
+            value = graph.outputs[a.role.to(Kind.STATE) if a.role.kind is Kind.STATES else a.role]
             step.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
             step.bottom.append(f"{a.role}_row[i] = {_stored(value, STORAGE[a.storage])};")
     lines = [*step.text(graph), *_open(plan), "      for (int64_t t = 0; t < T; ++t) {"]
     for a in plan.writes:
         if a.kind == "checkpoint":
-            row, ctype = f"v{a.role[1:]}_row", ROW[a.compute]
+            row, ctype = f"{a.role.to(Kind.STATE)}_row", ROW[a.compute]
             lines.append(
                 f"        if (t % K == 0 && t > 0) std::memcpy({a.role}_seq + (t / K - 1) * N + begin, {row}, size * sizeof({ctype}));"
             )
@@ -293,7 +294,7 @@ def _backward(plan: Plan) -> list[str]:
         "        const int64_t end = start + K < T ? start + K : T;",
     ]
     for a in states:
-        role, ctype = f"v{a.role[1:]}", ROW[a.compute]
+        role, ctype = a.role.to(Kind.STATE), ROW[a.compute]
         lines += [
             f"        if (start > 0) std::memcpy({role}_row, {a.role}_seq + (start / K - 1) * N + begin, size * sizeof({ctype}));",
             f"        else first_row({role}_first, begin, size, {role}_row);",
@@ -301,7 +302,7 @@ def _backward(plan: Plan) -> list[str]:
     indent = "          "
     if states:
         rows = _rows(plan, indent, advance.inputs)
-        soon = [f"if (end == T) prefetch({r}_seq + (t + 1) * N + begin + b, m);" for r in advance.inputs if r[0] == "x"]
+        soon = [f"if (end == T) prefetch({r}_seq + (t + 1) * N + begin + b, m);" for r in of_kind(advance.inputs, Kind.INPUT)]
         lines += ["        for (int64_t t = start; t + 1 < end; ++t) {", *rows, *_blocks(indent, soon, ahead.call()), "        }"]
     lines += [
         "        for (int64_t t = end - 1; t >= start; --t) {",
@@ -332,10 +333,10 @@ def _vjp_step(plan: Plan) -> _Step:
     for a in plan.carried:
         ctype = ROW[a.compute]
         back.row(f"{a.role}_row", ctype, f"{a.role}_row", const=False)
-        if a.role[:2] == "gp":
+        if a.role.kind is Kind.PARAM_GRAD:
             back.bottom.append(f"{a.role}_row[i] += {_stored(vjp.outputs[a.role], ctype)};")
             continue
-        cotangent, own = f"{a.role}_row[i]", f"gs{a.role[2:]}"
+        cotangent, own = f"{a.role}_row[i]", a.role.to(Kind.STATES_GRAD)
         if own in sequences:
             back.row(f"{own}_row", STORAGE[sequences[own].storage], f"{own}_row")
             cotangent += f" + load<{ctype}>({own}_row[i])"

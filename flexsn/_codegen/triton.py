@@ -21,6 +21,7 @@ from collections.abc import Callable, Container, Sequence
 import torch
 
 from .._ir.graph import HALF, Graph, Node, reachable
+from .._ir.roles import Kind, Role, of_kind
 from .._plan.plan import Array, Plan
 from .._version import __version__
 from .cpp import float32
@@ -148,7 +149,7 @@ def _call(results: Sequence[str], function: str, arguments: Sequence[str]) -> st
     return f"{', '.join(results)} = {call}" if results else call
 
 
-def _computation(plan: Plan, graph: Graph, name: str, comment: str, roles: Sequence[str], results: Sequence[str]) -> list[str]:
+def _computation(plan: Plan, graph: Graph, name: str, comment: str, roles: Sequence[Role], results: Sequence[Role]) -> list[str]:
     """A function of one step: operands `roles`, in the form in which they lie in memory, to the outputs `results`."""
     fast = _smooth(graph) if name == "vjp" else ()
     language = dataclasses.replace(_TRITON, template=functools.partial(_template, fast=fast))
@@ -218,12 +219,12 @@ class _Frame:
             notes.append("neuron i reads param element (i // inner) % count")
         return [f"    # {note}" for note in notes]
 
-    def flag(self, role: str) -> tuple[str, int]:
+    def flag(self, role: Role) -> tuple[str, int]:
         """Which flag, and which bit of it, says whether a row is there."""
         word, bit = divmod(self.nullable.index(role), _BITS)
         return flags(self.plan)[word], bit
 
-    def is_given(self, role: str) -> str:
+    def is_given(self, role: Role) -> str:
         flag, bit = self.flag(role)
         return f"(({flag} & {1 << bit}) != 0)"
 
@@ -262,9 +263,9 @@ def _shortest(most: int, of_length: Callable[[int], list[str]]) -> list[str]:
 def _forward(plan: Plan) -> list[str]:
     f, K, core = _Frame(plan), plan.chunk, safe(plan.core)
     states = f.carried
-    outputs = {a.role: a.role if a.role[0] == "y" else f"v{a.role[1:]}" for a in plan.writes if a.kind == "sequence"}
+    outputs = {a.role: a.role.to(Kind.STATE) if a.role.kind is Kind.STATES else a.role for a in plan.writes if a.kind == "sequence"}
     operands = list(plan.step.inputs)
-    results = [r for r in plan.step.outputs if r[0] == "y"]
+    results = of_kind(plan.step.outputs, Kind.OUTPUT)
     lines = _computation(plan, plan.step, "step", f"One step of {core}.", operands, results + states)
 
     at = [f"{r}_at" for r in f.written]
@@ -286,7 +287,7 @@ def _forward(plan: Plan) -> list[str]:
     lines += [f"    {a.role} = {f.first(a)}" for a in plan.carried if a.role in f.nullable]
     lines += [f"    {r}_at = {r}_seq + i" for r in (*f.sequences, *f.written)]
     lines += [f"    {r}_at = {r}_seq + i - N" for r in f.checkpoints]
-    save = [f"tl.store({r}_at, v{r[1:]}, mask=mask & (t > 0))  # the state at the start of a chunk" for r in f.checkpoints]
+    save = [f"tl.store({r}_at, {r.to(Kind.STATE)}, mask=mask & (t > 0))  # the state at the start of a chunk" for r in f.checkpoints]
     save += [f"{r}_at += N" for r in f.checkpoints]
     if save:
         lines.append("    t = 0")
@@ -309,7 +310,7 @@ def _forward(plan: Plan) -> list[str]:
 def _backward(plan: Plan) -> list[str]:
     assert plan.advance is not None
     f, core, ahead, vjp = _Frame(plan), safe(plan.core), plan.advance, plan.step
-    states = [a.role for a in plan.reads if a.kind == "row" and a.role[0] == "v"]
+    states = of_kind([a.role for a in plan.reads if a.kind == "row"], Kind.STATE)
     lines: list[str] = []
     if states:
         lines += _computation(plan, ahead, "advance", f"The states of {core} one step on.", list(ahead.inputs), states)
@@ -330,7 +331,7 @@ def _backward(plan: Plan) -> list[str]:
 class _WayBack:
     """From the last step to the first: what is left of T after the full chunks, then the chunks."""
 
-    def __init__(self, plan: Plan, frame: _Frame, states: list[str]):
+    def __init__(self, plan: Plan, frame: _Frame, states: list[Role]):
         assert plan.advance is not None
         self.plan, self.frame, self.states, self.K = plan, frame, states, plan.chunk
         self.advance = [r if r not in frame.sequences else f"{r}[j]" for r in plan.advance.inputs] or ["mask"]
@@ -361,8 +362,9 @@ class _WayBack:
     def step_back(self) -> list[str]:
         """The cotangents of the states before step j, from those after it; and what the step adds to gradients of params."""
         f, step = self.frame, self.plan.step
-        cotangents = [r for r in f.carried if r[:2] == "gv"]
-        given = {r: f"{r} + gs{r[2:]}[j].to({r}.dtype)" if f"gs{r[2:]}" in f.sequences else r for r in cotangents}
+        cotangents = of_kind(f.carried, Kind.STATE_GRAD)
+        own_sequences = {r: r.to(Kind.STATES_GRAD) for r in cotangents}
+        given = {r: f"{r} + {s}[j].to({r}.dtype)" if s in f.sequences else r for r, s in own_sequences.items()}
         own = {r: f"{r}[j]" for r in f.sequences} | {v: f"{v}_all[j]" for v in self.states} | given
         results = [f"{r}_step" if r in f.carried else r for r in step.outputs]
         lines = [_call(results, "vjp", [own.get(r, r) for r in step.inputs] or ["mask"])]
@@ -386,7 +388,7 @@ class _WayBack:
         f = self.frame
         if self.plan.most is not None:
             return [f"{a.role}{to} = {f.first(a)}" for a in self.plan.reads if a.role in self.states]
-        own = [f"{v}{to} = math.state_at({t}, c{v[1:]}_at, {v}_first + i, {f.is_given(v)}, mask)" for v in self.states]
+        own = [f"{v}{to} = math.state_at({t}, {v.to(Kind.CHECKPOINT)}_at, {v}_first + i, {f.is_given(v)}, mask)" for v in self.states]
         return [*own, *(f"{r}_at -= N" for r in f.checkpoints)]
 
     def on(self, length: int, at: str = "") -> list[str]:
@@ -441,13 +443,14 @@ def render_step(graph: Graph, name: str, operands: Sequence[str], results: Seque
         operands: roles of its arguments, in order; it need not read them all.
         results: roles of what it returns; None for a zero.
     """
-    names = {r: graph.inputs[r].name if r in graph.inputs else f"unused_{r}" for r in operands}
+    taken, made = list(map(Role.of, operands)), [None if r is None else Role.of(r) for r in results]
+    names = {r: graph.inputs[r].name if r in graph.inputs else f"unused_{r}" for r in taken}
     wide = [n for n in graph.inputs.values() if n.dtype in HALF]
     body = [f"{n.name} = {n.name}.to({COMPUTE[n.dtype]})" for n in wide] + _TRITON.statements(graph)
     shape = f"{next(iter(names.values()))}.shape"
-    returned = [f"tl.zeros({shape}, tl.float32)" if r is None else _result(graph.outputs[r], shape) for r in results]
-    kinds = [_long(graph.inputs[r].dtype) if r in graph.inputs else "anything" for r in operands]
+    returned = [f"tl.zeros({shape}, tl.float32)" if r is None else _result(graph.outputs[r], shape) for r in made]
+    kinds = [_long(graph.inputs[r].dtype) if r in graph.inputs else "anything" for r in taken]
     given = ", ".join(f"{n}: {kind}" for n, kind in zip(names.values(), kinds, strict=True))
-    made = ", ".join("0" if r is None else _long(graph.outputs[r].dtype) for r in results)
-    lines = _function(name, list(names.values()), f"One step, ({given}) -> ({made}).", body, returned)
+    given_back = ", ".join("0" if r is None else _long(graph.outputs[r].dtype) for r in made)
+    lines = _function(name, list(names.values()), f"One step, ({given}) -> ({given_back}).", body, returned)
     return "\n".join([f"# {name}: one step. Generated by flexsn {__version__}.", *IMPORTS, "", "", *lines[:-2], ""])

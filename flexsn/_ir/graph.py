@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import CoreError, FlexSNError
 from .ops import OPS
+from .roles import Kind, Role
 
 _OF_INTEGERS = frozenset({"and", "or", "xor", "invert", "shift_left", "shift_right"})
 HALF = (torch.float16, torch.bfloat16)
@@ -31,7 +32,7 @@ class Node:
     name: str
     value: Any = None
     line: str | None = None
-    of: frozenset[str] = frozenset()  # of a constant: roles of the cotangents that it was made from, and vanishes with
+    of: frozenset[Role] = frozenset()  # of a constant: roles of the cotangents that it was made from, and vanishes with
 
     def __repr__(self) -> str:
         return self.name
@@ -43,11 +44,11 @@ class Node:
 
 @dataclass(eq=False)
 class Graph:
-    """Inputs and outputs by role: `x0 v0 p0 gy0 gv0` in, `y0 v0 gx0 gv0 gp0` out."""
+    """Inputs and outputs by role (`_ir/roles.py`): `x0 v0 p0 gy0 gv0` in, `y0 v0 gx0 gv0 gp0` out."""
 
     core: str
-    inputs: dict[str, Node]
-    outputs: dict[str, Node]
+    inputs: dict[Role, Node]
+    outputs: dict[Role, Node]
     nodes: list[Node] = field(default_factory=list)  # in order of computation; no inputs, no constants
 
     def __str__(self) -> str:
@@ -62,7 +63,7 @@ class Graph:
 
     def select(self, roles: Iterable[str]) -> Graph:
         """The part that computes the given outputs, with only the inputs that it reads."""
-        outputs = {r: self.outputs[r] for r in roles}
+        outputs = {r: self.outputs[r] for r in map(Role.of, roles)}
         live = reachable(outputs.values())
         inputs = {r: n for r, n in self.inputs.items() if n in live}
         return Graph(self.core, inputs, outputs, [n for n in self.nodes if n in live])
@@ -73,7 +74,7 @@ class Graph:
         there, builder, new = set(given), Builder(self.core), dict[Node, Node | None]()
         alive = {node for role, node in self.inputs.items() if exists(role, there)}
         for role, node in self.inputs.items():
-            new[node] = None if role[0] == "g" and node not in alive else builder.input(role, node.dtype, node.name)
+            new[node] = None if role.kind.is_grad and node not in alive else builder.input(role, node.dtype, node.name)
 
         def get(n: Node) -> Node | None:
             if n.op == "const":
@@ -92,9 +93,9 @@ class Graph:
         return builder.graph(outputs)
 
 
-def exists(role: str, given: Container[str]) -> bool:
+def exists(role: Role, given: Container[str]) -> bool:
     """Whether a role is that of a cotangent that is there: those of states always are."""
-    return role[:2] == "gv" or (role[0] == "g" and role in given)
+    return role.kind is Kind.STATE_GRAD or (role.kind.is_grad and role in given)
 
 
 def vanishes(const: Node, given: Container[str]) -> bool:
@@ -137,7 +138,7 @@ class Builder:
 
     def __init__(self, core: str):
         self.core = core
-        self.inputs: dict[str, Node] = {}
+        self.inputs: dict[Role, Node] = {}
         self.nodes: list[Node] = []
         self.names: dict[str, int] = {}  # how often each was wanted
         self._taken: set[str] = set()
@@ -154,10 +155,10 @@ class Builder:
                 return found
 
     def input(self, role: str, dtype: torch.dtype, name: str) -> Node:
-        self.inputs[role] = Node("input", (), dtype, self.name(name))
-        return self.inputs[role]
+        made = self.inputs[Role.of(role)] = Node("input", (), dtype, self.name(name))
+        return made
 
-    def const(self, value: Any, dtype: torch.dtype, of: frozenset[str] = frozenset()) -> Node:
+    def const(self, value: Any, dtype: torch.dtype, of: frozenset[Role] = frozenset()) -> Node:
         if dtype is torch.bool:
             value = bool(value)
         elif dtype.is_floating_point:
@@ -207,8 +208,9 @@ class Builder:
     def convert(self, node: Node, dtype: torch.dtype) -> Node:
         return self.add("convert", (node,), dtype)
 
-    def graph(self, outputs: Mapping[str, Node]) -> Graph:
-        graph = Graph(self.core, self.inputs, dict(outputs), self.nodes).select(outputs)
+    def graph(self, outputs: Mapping[Any, Node]) -> Graph:
+        by_role = {Role.of(role): node for role, node in outputs.items()}
+        graph = Graph(self.core, self.inputs, by_role, self.nodes).select(by_role)
         verify(graph)
         return graph
 
@@ -235,8 +237,8 @@ def verify(graph: Graph) -> None:
         seen.add(node)
 
 
-def interpret(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Run one step by the eager meaning of every op."""
+def interpret(graph: Graph, inputs: Mapping[Any, Tensor]) -> dict[Role, Tensor]:
+    """Run one step by the eager meaning of every op; `inputs` and results by role."""
     device = next(iter(inputs.values())).device if inputs else torch.device("cpu")
     env: dict[Node, Tensor] = {node: inputs[role] for role, node in graph.inputs.items()}
 

@@ -7,7 +7,7 @@ through PyTorch's decompositions until it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from ..errors import UnsupportedOpError
 from .graph import HALF, Builder, Graph, Node
 from .identifiers import assigned_name, identifier
 from .ops import OPS, Op
+from .roles import Kind, Role
+from .rounding import rounding_of
 
 aten = torch.ops.aten
 Rule = Callable[["Lowering", fx.Node], Node]
@@ -29,10 +31,10 @@ class Lowering:
 
     def __init__(self, core: str, device: torch.device):
         self.b = Builder(core)
-        self.device = device
+        self.rounding = rounding_of(device)
         self.env: dict[fx.Node, Node] = {}
-        self.params: dict[str, fx.Node] = {}  # role -> static node that the kernel loads
-        self.roles: dict[str, str] = {}  # of the leaves, by their names in the recorded graph
+        self.params: dict[Role, fx.Node] = {}  # role -> static node that the kernel loads
+        self.roles: dict[str, Role] = {}  # of the leaves, by their names in the recorded graph
 
     def node(self, fx_node: fx.Node) -> Node:
         """The value of a recorded node; a static one becomes a param of the kernel, or a number."""
@@ -42,7 +44,7 @@ class Lowering:
                 of = frozenset(self.roles[name] for name in fx_node.meta.get("of", ()))
                 self.env[fx_node] = self.b.const(fx_node.meta["uniform"], val.dtype, of)
             else:
-                role = f"p{len(self.params)}"
+                role = Role(Kind.PARAM, len(self.params))
                 self.params[role] = fx_node
                 self.env[fx_node] = self.b.input(role, val.dtype, identifier(fx_node.meta.get("role")) or assigned_name(fx_node) or "p")
         return self.env[fx_node]
@@ -64,8 +66,8 @@ class Lowering:
 
 
 def lower(
-    core: str, leaves: dict[str, fx.Node], outputs: dict[str, fx.Node], dtypes: dict[str, torch.dtype], device: torch.device
-) -> tuple[Graph, dict[str, fx.Node]]:
+    core: str, leaves: Mapping[Role, fx.Node], outputs: Mapping[Role, fx.Node], dtypes: Mapping[Role, torch.dtype], device: torch.device
+) -> tuple[Graph, dict[Role, fx.Node]]:
     """Lower recorded nodes to a step graph.
 
     Args:
@@ -113,7 +115,7 @@ def _topological(roots) -> list[fx.Node]:
     return [n for n in graph.nodes if n in live] if graph is not None else []
 
 
-def _names(outputs: dict[str, fx.Node]) -> dict[fx.Node, str]:
+def _names(outputs: Mapping[Role, fx.Node]) -> dict[fx.Node, str]:
     """`h` for the last op of the line `h = v + (x - v) / tau`."""
     last: dict[str, fx.Node] = {}
     for node in _topological(outputs.values()):
@@ -175,10 +177,10 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _scaled_sum(low: Lowering, node: fx.Node, a: Any, b: Any, sign: int) -> Node:
-    """`a + sign * alpha * b`, rounded once. On a CPU, sums of 16-bit floats take numbers, `alpha` too, in that dtype."""
+    """`a + sign * alpha * b`, rounded once."""
     alpha: Any = node.kwargs.get("alpha", _args(node)[2] if len(_args(node)) > 2 else 1)
     dtype, own = _dtype(node), node.meta["val"].dtype
-    number = own if low.device.type == "cpu" else dtype
+    number = own if low.rounding.narrow_numbers else dtype
     x, y = [low.b.convert(low.cast(v, own if isinstance(v, fx.Node) else number), dtype) for v in (a, b)]
     if dtype is torch.bool:
         return low.op("or", x, y) if alpha else x
@@ -205,10 +207,9 @@ def _rsub(low: Lowering, node: fx.Node) -> Node:
 
 @_rule("div.Tensor", "div.Scalar")
 def _div(low: Lowering, node: fx.Node) -> Node:
-    """Eager on a GPU multiplies by the reciprocal of a number."""
     a, b = _args(node)[:2]
     dtype = _dtype(node)
-    if low.device.type == "cuda" and not isinstance(b, fx.Node) and b != 0:
+    if low.rounding.reciprocals and not isinstance(b, fx.Node) and b != 0:
         scale = torch.ones((), dtype=dtype) / torch.tensor(b, dtype=dtype)
         return low.op("mul", low.cast(a, dtype), low.b.const(scale.item(), dtype))
     return low.op("div", *low.casts((a, b), dtype))
@@ -242,7 +243,7 @@ def _addcmul(low: Lowering, node: fx.Node) -> Node:
         return low.op("add", base, low.op("mul", low.op("mul", low.const(value, a), a), b))
     if value == 1:
         return low.op("fma", a, b, base)
-    if low.device.type == "cuda":
+    if low.rounding.late_factors:
         return low.op("fma", low.const(value, a), low.op("mul", a, b), base)
     return low.op("fma", low.op("mul", low.const(value, a), a), b, base)
 
@@ -251,7 +252,7 @@ def _addcmul(low: Lowering, node: fx.Node) -> Node:
 def _addcdiv(low: Lowering, node: fx.Node) -> Node:
     base, a, b = low.casts(_args(node)[:3], _dtype(node))
     value = node.kwargs.get("value", 1)
-    if low.device.type == "cuda":
+    if low.rounding.late_factors:
         return low.op("fma", low.const(value, a), low.op("div", a, b), base)
     return low.op("add", base, low.op("div", a if value == 1 else low.op("mul", low.const(value, a), a), b))
 
@@ -324,7 +325,7 @@ def _pow(low: Lowering, node: fx.Node) -> Node:
 
     def times(a: Node, b: Node) -> Node:
         product = low.op("mul", a, b)
-        rounded = own is torch.bfloat16 or (own is torch.float16 and low.device.type == "cuda")  # each
+        rounded = own is torch.bfloat16 or (own is torch.float16 and low.rounding.rounds_powers)  # each
         return low.b.convert(low.b.convert(product, own), dtype) if rounded else product
 
     if not isinstance(exponent, fx.Node):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._ir.graph import HALF
+from .._ir.roles import Kind, Role, roles
 from .._plan.plan import Array, Plan
 from .._program.captured import Shapes, rescale
 from .._program.compiled import Program, StaticModule
@@ -57,22 +58,21 @@ class Call:
         sig = program.sig
         self.num_inputs, self.num_operands = sig.num_inputs, sig.num_inputs + sig.num_states
         self.captured = statics[sig.num_params :]
-        self.roles = tuple([f"x{k}" for k in range(sig.num_inputs)] + [f"v{k}" for k in range(sig.num_states)])
+        self.roles = (*roles(Kind.INPUT, sig.num_inputs), *roles(Kind.STATE, sig.num_states))
         self.absent = {role for role, kind in zip(self.roles, self.kinds, strict=False) if kind is None}
         self.checkpoints = program.checkpoints(T)
         none = type(self.checkpoints) is int and not self.checkpoints
-        self.saved = () if none else tuple([f"c{k}" for k in range(sig.num_states)])
-        ends = [f"v{k}" for k in range(sig.num_states)]
-        trail = [f"s{k}" for k in range(sig.num_states)] if sequences else []
-        self.results = (*[f"y{k}" for k in range(program.num_outputs)], *ends, *trail)
+        self.saved = () if none else roles(Kind.CHECKPOINT, sig.num_states)
+        trail = roles(Kind.STATES, sig.num_states) if sequences else ()
+        self.results = (*roles(Kind.OUTPUT, program.num_outputs), *program.states, *trail)
         states = [(s, 0) for s in shapes.states]
         self._shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
-        sizes = zip(self.kinds[: self.num_operands], self.roles, strict=True)
-        self.whole = all(kind is None or same_shape(kind[0], (T, *shapes.step) if role[0] == "x" else shapes.step) for kind, role in sizes)
+        wholes = [(T, *shapes.step)] * sig.num_inputs + [shapes.step] * sig.num_states
+        self.whole = all(kind is None or same_shape(kind[0], whole) for kind, whole in zip(self.kinds, wholes, strict=False))
         self._returned_whole = all(same_shape(shape[leading:], shapes.step) for shape, leading in self._shapes)
         self._launches: dict[Any, Any] = {}
         self._pullbacks: dict[Any, Pullback] = {}
-        self._wanted: dict[Sequence[bool], tuple[tuple[str, ...], tuple[bool, ...]]] = {}
+        self._wanted: dict[Sequence[bool], tuple[tuple[Role, ...], tuple[bool, ...]]] = {}
         self.saved_dtypes: tuple[torch.dtype, ...] | None = None  # of checkpoints, from the first forward on
 
     def named(self, statics: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -94,11 +94,11 @@ class Call:
         if launch is None:
             flags = tuple([x.dtype for x in inputs]), save, self.sequences
             launch = self._launches[save, order] = self._launch("forward", flags, self.roles, order)
-            if save and self.program.backend.lazy and inputs[0].device.type == "cuda":
+            if save and self.program.backend.lazy and inputs[0].device.type in self.program.backend.devices:
                 self._expect_backward(inputs)
         return launch
 
-    def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
+    def _launch(self, direction: str, flags: tuple, roles: tuple[Role, ...], order: Order | None) -> Any:
         there = tuple([None if role in self.absent else role for role in roles])
         program, step = self.program, self.shapes.step
         return Launch(program.kernel(self.T, direction, *flags), program.device, self.T, step, self.checkpoints, there, order)
@@ -114,7 +114,8 @@ class Call:
 
     def usual_backward(self, inputs: Sequence[Tensor]) -> Any:
         """The backward for cotangents of every output and of nothing else."""
-        given = tuple([f"gy{k}" for k in range(self.program.num_outputs) if not (self.constant and self.constant[k])])
+        every = enumerate(roles(Kind.OUTPUT_GRAD, self.program.num_outputs))
+        given = tuple([r for k, r in every if not (self.constant and self.constant[k])])
         return self.backward_launch(inputs, *self.wanted(self.needs), given)[0]
 
     def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
@@ -123,27 +124,27 @@ class Call:
         if launch.writes and launch.numel:
             launch.kernel.expect(launch.numel, inputs[0].device.index)
 
-    def wanted(self, needs: Sequence[bool]) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    def wanted(self, needs: Sequence[bool]) -> tuple[tuple[Role, ...], tuple[bool, ...]]:
         """Roles of the gradients that operands need, and which statics need one, in the order of the VJP."""
         found = self._wanted.get(needs)
         if found is None:
             vjp = self.program.vjp
-            roles = tuple([f"g{r}" for r, need in zip(self.roles, needs, strict=False) if need and f"g{r}" in vjp.graph.outputs])
+            grads = tuple([r.grad for r, need in zip(self.roles, needs, strict=False) if need and r.grad in vjp.graph.outputs])
             by_name = dict(zip(self.statics, needs[self.num_operands :], strict=True))
-            found = self._wanted[needs] = roles, tuple([by_name[name] for name in (*self.program.sig.param_names, *vjp.captured)])
+            found = self._wanted[needs] = grads, tuple([by_name[name] for name in (*self.program.sig.param_names, *vjp.captured)])
         return found
 
     def backward_launch(
-        self, inputs: Sequence[Tensor], wanted: tuple[str, ...], statics: tuple[bool, ...], given: tuple[str, ...],
+        self, inputs: Sequence[Tensor], wanted: tuple[Role, ...], statics: tuple[bool, ...], given: tuple[Role, ...],
         order: Order | None = None,
-    ) -> tuple[Any, dict[str, tuple[int, ...]]]:  # fmt: skip
+    ) -> tuple[Any, dict[Role, tuple[int, ...]]]:  # fmt: skip
         """For the gradients of inputs and states `wanted`, of `statics`, from the cotangents `given`; and the step shapes
         of the sums over time (`gp*`) that the epilogue takes."""
         key = (wanted, statics, given, order)
         if key not in self._launches:
             vjp = self.program.vjp
             _, sums = vjp.epilogue(statics, given)
-            present = tuple(sorted([r for r in given if r[:2] != "gv"]))
+            present = tuple(sorted([r for r in given if r.kind is not Kind.STATE_GRAD]))
             flags = tuple([x.dtype for x in inputs]), (*wanted, *sums), present
             launch = self._launch("backward", flags, (*self.roles, *self.saved, *given), order)
             steps = {r: rescale(tuple(vjp.frontier[r].meta["val"].shape), self.program.step, self.shapes.step) for r in sums}
@@ -157,17 +158,17 @@ class Call:
         if found is None:
             wanted, statics = self.wanted(needs)
             results = [r for r, there in zip(self.results, present, strict=True) if there]
-            given = tuple([f"g{r}" for r in results])
+            given = tuple([r.grad for r in results])
             launch, sums = self.backward_launch(inputs, wanted, statics, given, order)
-            places = tuple([launch.places.get(f"g{r}") if need else None for r, need in zip(self.roles, needs, strict=False)])
+            places = tuple([launch.places.get(r.grad) if need else None for r, need in zip(self.roles, needs, strict=False)])
             runs = bool(given and launch.writes)  # else no operand that needs a gradient has one
-            leading = tuple([0 if r[0] == "v" else 1 for r in results])
+            leading = tuple([0 if r.kind is Kind.STATE else 1 for r in results])
             prologue = self.program.vjp.prologue_of(launch.params) if runs else None
             after = self._epilogue(launch, statics, given, sums) if runs and any(statics) else None
             found = self._pullbacks[key] = Pullback(launch if runs else None, prologue, given, leading, places, after)
         return found
 
-    def _epilogue(self, launch: Any, wanted: tuple[bool, ...], given: tuple[str, ...], sums: dict[str, tuple[int, ...]]) -> Epilogue:
+    def _epilogue(self, launch: Any, wanted: tuple[bool, ...], given: tuple[Role, ...], sums: dict[Role, tuple[int, ...]]) -> Epilogue:
         vjp = self.program.vjp
         names = (*self.program.sig.param_names, *vjp.captured)
         results = {name: str(k) for k, (name, asked) in enumerate(zip(names, wanted, strict=True)) if asked}
@@ -212,7 +213,7 @@ class Pullback:
 
     launch: Any
     prologue: Any
-    given: tuple[str, ...]
+    given: tuple[Role, ...]
     leading: tuple[int, ...]
     places: tuple[int | None, ...]
     epilogue: Epilogue | None
@@ -229,7 +230,7 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[str | None],
+        self, kernel: Any, device: torch.device, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[Role | None],
         order: Order | None = None,
     ):  # fmt: skip
         """`checkpoints`: how many rows; `roles` of the operands, in the order in which calls pass them, None where nothing is passed."""
@@ -245,7 +246,7 @@ class Launch:
         present = [a.role in given for a in kernel.plan.reads] + [a.role in self.places for a in kernel.plan.writes]
         self._make, self._run = allocator(device), kernel.bind(present, T, self.numel)
 
-    def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:
+    def __call__(self, operands: Sequence[Tensor | None], params: Mapping[Role, Tensor]) -> list[Tensor]:
         """Run; returns what was written, in the order of `writes`."""
         return self.run([*operands, *[params[role] for role in self.params]] if self.params else operands)
 
@@ -306,13 +307,13 @@ class Launch:
         return found, dims
 
 
-def _copy_over_no_time(written: dict[str, Tensor], given: dict[str | None, Tensor | None]) -> None:
+def _copy_over_no_time(written: dict[Role, Tensor], given: dict[Role | None, Tensor | None]) -> None:
     """Without steps nothing runs: what is left at one end of time is what came in at the other."""
     for role, end in written.items():
-        if role[:1] == "v" or role[:2] == "gv":
+        if role.kind in (Kind.STATE, Kind.STATE_GRAD):
             start = given.get(role)
             end.zero_() if start is None else end.copy_(start)
-        elif role[:1] == "g":
+        elif role.kind.is_grad:
             end.zero_()
 
 
@@ -323,7 +324,7 @@ def allocated(plan: Plan, checkpoints: Any) -> list[Array]:
     return [a for a in plan.writes if not (none and a.kind == "checkpoint")]
 
 
-def arrays_of(arrays: Sequence[Array], T: int, step: tuple[int, ...], checkpoints: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+def arrays_of(arrays: Sequence[Array], T: int, step: tuple[int, ...], checkpoints: int) -> list[tuple[Role, tuple[int, ...], torch.dtype]]:
     """Role, shape and dtype of arrays that a kernel takes, params at full size."""
     rows = {"sequence": (T,), "checkpoint": (checkpoints,), "row": (), "param": ()}
     return [(a.role, (*rows[a.kind], *step), a.storage) for a in arrays]

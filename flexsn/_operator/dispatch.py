@@ -15,6 +15,7 @@ from .._capture import reads as reading
 from .._capture import reads_look
 from .._capture.reads import Reads
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
+from .._runtime.backends import check_backend
 from .._torch.autograd import forward_ad_level, records_gradients
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active
@@ -25,7 +26,6 @@ from . import dtensor as sharding
 from .autograd import disturbed, run_call, undisturbed
 from .eager_loop import eager_loop
 from .fallback import noting, warn_once
-from .library import check_backend
 from .prepare import PLAIN, prepare, refuse_freed
 
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._capture.signature import Signature
+from .._ir.roles import Role
 from ..errors import ShardingError
-from .library import LIBRARY
+from .library import LIBRARY, leading_dims
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -252,7 +253,7 @@ def _forward_rule(cls, func, types, args, kwargs) -> list[Tensor]:
 
 def _backward_rule(cls, func, types, args, kwargs) -> list[Tensor]:
     program, inputs, states, params, checkpoints, cotangents, given, wanted, step = args
-    grads = [(t, 0 if role[:2] == "gv" else 1) for t, role in zip(cotangents, given, strict=True)]
+    grads = [(t, leading_dims(Role.of(role))) for t, role in zip(cotangents, given, strict=True)]
     groups = [_sequences(inputs), _rows(states), _rows(params), _sequences(checkpoints), grads]
     return _sharded(groups, step, lambda parts, local: func(program, *parts, given, wanted, local))
 

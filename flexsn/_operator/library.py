@@ -9,21 +9,22 @@ compiler sees and fuses.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._capture.reads import lock
+from .._ir.roles import Kind, Role, roles
 from .._plan.plan import Plan
 from .._program import serialize as text
 from .._program.captured import Blueprint
 from .._program.compiled import Program
-from .._runtime.backends import BACKENDS
+from .._runtime.backends import backend_of
 from .._runtime.layout import Order, dense, memory_order, same_shape, strides_of
 from .._torch.capture import no_modes
-from ..errors import BackendError, BackendUnavailableError, OperandTypeError
+from ..errors import OperandTypeError
 from .call import Call, Launch, allocated, arrays_of
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
@@ -44,30 +45,6 @@ LIBRARY.define(
 _CACHE_SIZE = 512
 _programs: OrderedDict[tuple[str, str, torch.device], Program] = OrderedDict()
 _launches: OrderedDict[tuple, Launch] = OrderedDict()
-
-
-def backend_of(device: torch.device) -> str:
-    return "triton" if device.type == "cuda" else "cpp"
-
-
-WANTED = ("auto", "torch", "cpp", "triton", "inductor", "hop")  # what `backend=` takes
-
-
-def check_backend(wanted: str, core: str) -> None:
-    if wanted not in WANTED:
-        raise BackendError(f"unknown backend {wanted!r}; there are {', '.join(map(repr, WANTED))}", core=core)
-
-
-def choose_backend(wanted: str, device: torch.device, core: str, *, traced: bool) -> str:
-    """The backend that runs a call; `traced` ones run on the device's own."""
-    own = backend_of(device)
-    name = {"auto": own, "hop": own, "inductor": "triton"}.get(wanted, wanted)
-    refused = BACKENDS[name].refuses(device) if wanted != "auto" or device.type != "meta" else None  # there nothing runs
-    if traced and refused is None and name != own:
-        refused = f"backend {name!r} does not run on {device} in a traced call"
-    if refused is not None:
-        raise (BackendUnavailableError if wanted == "auto" else BackendError)(refused, core=core, hint='Use backend="auto".')
-    return name
 
 
 def program_from(program: str, device: torch.device, backend: str | None = None) -> Program:
@@ -101,7 +78,7 @@ def _flags_forward(inputs: Sequence[Tensor], save: bool, sequences: bool) -> tup
 
 def _launch(
     program: str, inputs: Sequence[Tensor], direction: str, flags: tuple, step: tuple[int, ...], checkpoints: int,
-    roles: tuple[str | None, ...],
+    roles: tuple[Role | None, ...],
 ) -> Launch:  # fmt: skip
     T, device, order = inputs[0].shape[0], inputs[0].device, _order(inputs, step)
     key = (program, device, direction, flags, T, step, checkpoints, roles, order)
@@ -116,11 +93,16 @@ def _launch(
 
 
 def _roles(
-    inputs: Sequence[Tensor], states: Sequence[Tensor | None], saved: Sequence[Tensor] = (), given: tuple[str, ...] = ()
-) -> tuple[str | None, ...]:
+    inputs: Sequence[Tensor], states: Sequence[Tensor | None], saved: Sequence[Tensor] = (), given: tuple[Role, ...] = ()
+) -> tuple[Role | None, ...]:
     """Of the operands, in order; None for states that start at zero."""
-    kinds = (("x", inputs), ("v", states), ("c", saved))
-    return (*[None if t is None else f"{kind}{k}" for kind, tensors in kinds for k, t in enumerate(tensors)], *given)
+    kinds = ((Kind.INPUT, inputs), (Kind.STATE, states), (Kind.CHECKPOINT, saved))
+    return (*[None if t is None else Role(kind, k) for kind, tensors in kinds for k, t in enumerate(tensors)], *given)
+
+
+def leading_dims(role: Role) -> int:
+    """How many dims an operand has before those of the step: one for time, but none for a single row of states."""
+    return 0 if role.kind in (Kind.STATE, Kind.STATE_GRAD) else 1
 
 
 def _order(inputs: Sequence[Tensor], step: Sequence[int]) -> Order | None:
@@ -133,12 +115,12 @@ def like_row(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, leading: 
     return like.new_empty_strided(shape, strides_of(shape, leading, order), dtype=dtype)
 
 
-def _rows(operands: Sequence[Tensor | None], roles: Sequence[str | None], launch: Launch) -> list[Tensor | None]:
+def _rows(operands: Sequence[Tensor | None], roles: Sequence[Role | None], launch: Launch) -> list[Tensor | None]:
     """The operands by role, as kernels take them."""
     found: list[Tensor | None] = []
     for role, tensor in zip(roles, operands, strict=True):
-        leading = 0 if role is None or role[0] == "v" or role[:2] == "gv" else 1
-        if tensor is None or (role[:1] == "c" and tensor.shape[leading:] != launch.step):  # type: ignore[index]  # it has a role
+        leading = 0 if role is None else leading_dims(role)
+        if role is None or tensor is None or (role.kind is Kind.CHECKPOINT and tensor.shape[leading:] != launch.step):
             found.append(tensor)  # no checkpoints of this call
             continue
         if tensor.shape[leading:] != launch.step:
@@ -148,7 +130,7 @@ def _rows(operands: Sequence[Tensor | None], roles: Sequence[str | None], launch
 
 
 def _check(
-    launch: Launch, roles: Sequence[str | None], operands: Sequence[Tensor | None], params: dict[str, Tensor], checkpoints: int
+    launch: Launch, roles: Sequence[Role | None], operands: Sequence[Tensor | None], params: Mapping[Role, Tensor], checkpoints: int
 ) -> None:
     """Kernels take pointers: whatever a graph passes must be as long as they read, and of the dtype."""
     arrays = dict(zip(roles, operands, strict=True))
@@ -173,12 +155,13 @@ def _kinds(tensors: Sequence[Tensor | None]) -> tuple:
     return tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
 
 
-def by_role(params: Sequence[Tensor] | None) -> dict[str, Tensor]:
-    return {f"p{k}": p for k, p in enumerate(params)} if params else {}  # a package of AOTInductor passes None for an empty list
+def by_role(params: Sequence[Tensor] | None) -> dict[Role, Tensor]:
+    """Params of a kernel, which go by place. (A package of AOTInductor passes None for an empty list.)"""
+    return {Role(Kind.PARAM, k): p for k, p in enumerate(params or ())}
 
 
 Operands = Sequence[Tensor | None]
-Made = Callable[[], tuple[Launch, tuple[str | None, ...], int]]
+Made = Callable[[], tuple[Launch, tuple[Role | None, ...], int]]
 
 
 def _settle(key: tuple, operands: Operands, params: Sequence[Tensor] | None, made: Made) -> tuple[Launch, Operands]:
@@ -206,7 +189,7 @@ def _settle(key: tuple, operands: Operands, params: Sequence[Tensor] | None, mad
 def settle_forward(operands: Operands, program, inputs, states, params, step, checkpoints, save, sequences) -> tuple[Launch, Operands]:
     step = tuple(step)
 
-    def made() -> tuple[Launch, tuple[str | None, ...], int]:
+    def made() -> tuple[Launch, tuple[Role | None, ...], int]:
         roles = _roles(inputs, states)
         return _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles), roles, 0
 
@@ -236,15 +219,15 @@ def _fake_forward(program, inputs, states, params, step, checkpoints, save, sequ
 
 # --- flexsn::backward -----------------------------------------------------------------------------------------------------------
 def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequence[str]) -> tuple:
-    return tuple([x.dtype for x in inputs]), tuple(wanted), tuple([r for r in given if r[:2] != "gv"])
+    return tuple([x.dtype for x in inputs]), tuple(wanted), tuple([r for r in map(Role.of, given) if r.kind is not Kind.STATE_GRAD])
 
 
 def settle_backward(
     operands: Operands, program, inputs, states, params, checkpoints, cotangents, given, wanted, step
 ) -> tuple[Launch, Operands]:
-    step, given, wanted = tuple(step), tuple(given), tuple(wanted)
+    step, given, wanted = tuple(step), tuple([Role.of(r) for r in given]), tuple(wanted)
 
-    def made() -> tuple[Launch, tuple[str | None, ...], int]:
+    def made() -> tuple[Launch, tuple[Role | None, ...], int]:
         roles = _roles(inputs, states, checkpoints, given)
         launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
         own = program_from(program, inputs[0].device)
@@ -293,7 +276,7 @@ def _vmap_backward(info, in_dims, program, inputs, states, params, checkpoints, 
     x, v, p, c, g = in_dims[1:6]
     wide = [info.batch_size, *step]
     g = g or [None] * len(given)
-    grads = [_batched(t, d, 0 if r[:2] == "gv" else 1, step) for t, d, r in zip(cotangents, g, given, strict=True)]
+    grads = [_batched(t, d, leading_dims(Role.of(r)), step) for t, d, r in zip(cotangents, g, given, strict=True)]
     rows = [c.expand(c.shape[0], *wide) for c in _all_batched(checkpoints, c, 1, step)]
     found = torch.ops.flexsn.backward(
         program, _all_batched(inputs, x, 1, step), _all_batched(states, v, 0, step), _all_batched(params, p, 0, step), rows, grads, given,
@@ -338,16 +321,16 @@ class TracedCall(Call):
     def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
         """Nothing is built while tracing."""
 
-    def _launch(self, direction: str, flags: tuple, roles: tuple[str, ...], order: Order | None) -> Any:
+    def _launch(self, direction: str, flags: tuple, roles: tuple[Role, ...], order: Order | None) -> Any:
         return OperatorLaunch(self, direction, flags, roles)
 
 
 class OperatorLaunch:
     """Stands where `run.Launch` does, and calls the operator."""
 
-    def __init__(self, call: TracedCall, direction: str, flags: tuple, roles: tuple[str, ...]):
+    def __init__(self, call: TracedCall, direction: str, flags: tuple, roles: tuple[Role, ...]):
         self.call, self.direction, self.flags = call, direction, flags
-        self.given = [r for r in roles if r[0] == "g"]
+        self.given = [str(r) for r in roles if r.kind.is_grad]
         self.params = tuple(call.program.vjp.params if direction == "backward" else call.program.params)  # all: they go by place
         self.program = text_of(call.program.blueprint, vjp=direction == "backward")
         with lock:  # here the text need not be read
@@ -355,14 +338,15 @@ class OperatorLaunch:
         self.writes = allocated(call.program.plan_of(direction, *flags), call.checkpoints)
         self.places = {a.role: place for place, a in enumerate(self.writes)}
 
-    def __call__(self, operands: Sequence[Tensor | None], params: dict[str, Tensor]) -> list[Tensor]:
+    def __call__(self, operands: Sequence[Tensor | None], params: Mapping[Role, Tensor]) -> list[Tensor]:
         call, ops = self.call, torch.ops.flexsn
         i, n = call.num_inputs, call.num_operands
-        inputs, states, values = list(operands[:i]), list(operands[i:n]), [params[f"p{k}"] for k in range(len(params))]
+        inputs, states, values = list(operands[:i]), list(operands[i:n]), [params[role] for role in roles(Kind.PARAM, len(params))]
         step = list(call.shapes.step)
         if self.direction == "forward":
             _, save, sequences = self.flags
             return ops.forward(self.program, inputs, states, values, step, call.checkpoints if save else 0, save, sequences)
         grads = len(operands) - len(self.given)
         checkpoints, cotangents = list(operands[n:grads]), list(operands[grads:])
-        return ops.backward(self.program, inputs, states, values, checkpoints, cotangents, self.given, list(self.flags[1]), step)
+        wanted = [str(r) for r in self.flags[1]]
+        return ops.backward(self.program, inputs, states, values, checkpoints, cotangents, self.given, wanted, step)

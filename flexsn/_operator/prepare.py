@@ -17,6 +17,7 @@ from .._capture.trace import Meta
 from .._program.captured import Blueprint, Shapes
 from .._program.compiled import Program, program_for
 from .._program.symbolic_sizes import Sizes, exactly, settle_sizes
+from .._runtime.backends import choose_backend
 from .._runtime.memory import addresses
 from .._torch.autograd import records_gradients
 from .._torch.capture import no_modes
@@ -24,7 +25,7 @@ from .._torch.tensors import has_pointer, overrides_operators
 from .._torch.transforms import is_plain, transforms_active, transforms_or_modes_active
 from ..errors import OperandTypeError, UnsupportedOpError, UnsupportedValueError
 from . import call as run
-from .library import TracedCall, choose_backend
+from .library import TracedCall
 from .no_gradient import refuse_forward_mode
 
 PLAIN = (Tensor, torch.nn.Parameter)

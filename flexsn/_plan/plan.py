@@ -10,12 +10,13 @@ no more than one full chunk and a rest: the states at the start of the rest are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .._ir.graph import Graph
+from .._ir.roles import Kind, Role, of_kind
 from ..errors import FlexSNError
 
 
@@ -30,10 +31,13 @@ class Array:
         compute: dtype in the kernel.
     """
 
-    role: str
+    role: Role
     kind: str
     storage: torch.dtype
     compute: torch.dtype
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "role", Role.of(self.role))
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Plan:
         rows = sum(a.compute.itemsize for a in self.carried)
         if self.direction == "backward":
             states = sum(a.compute.itemsize for a in self.reads if a.kind == "checkpoint")
-            inputs = sum(a.storage.itemsize for a in self.reads if a.kind == "sequence" and a.role[0] == "x")
+            inputs = sum(a.storage.itemsize for a in self.reads if a.kind == "sequence" and a.role.kind is Kind.INPUT)
             rows += self.chunk * (states + inputs)
         return rows + sum(a.compute.itemsize for a in self.arguments if a.kind == "param")
 
@@ -131,7 +135,10 @@ def chunks(chunk: int) -> list[int]:
     return sorted({chunk, *(min(chunk, length) for _, length in _SHORT)})
 
 
-def plan_forward(step: Graph, storage: dict[str, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool) -> Plan:
+_MEMORY = {Kind.INPUT: "sequence", Kind.PARAM: "param"}  # how operands lie that are neither states nor cotangents
+
+
+def plan_forward(step: Graph, storage: Mapping[Role, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool) -> Plan:
     """Plan the pass over T.
 
     Args:
@@ -141,10 +148,10 @@ def plan_forward(step: Graph, storage: dict[str, torch.dtype], *, chunk: int, ch
         sequences: also store the states of every step.
     """
     reads, carried, writes = [], [], []
-    states = [r for r in step.outputs if r[0] == "v"]
+    states = of_kind(step.outputs, Kind.STATE)
     for role, node in step.inputs.items():
-        if role[0] in "xp":
-            reads.append(Array(role, "sequence" if role[0] == "x" else "param", storage[role], node.dtype))
+        if role.kind in _MEMORY:
+            reads.append(Array(role, _MEMORY[role.kind], storage[role], node.dtype))
     for role in states:
         compute = step.outputs[role].dtype
         if role in step.inputs and step.inputs[role].dtype != compute:
@@ -153,16 +160,18 @@ def plan_forward(step: Graph, storage: dict[str, torch.dtype], *, chunk: int, ch
         carried.append(Array(role, "row", compute, compute))
         writes.append(Array(role, "row", storage[role], compute))
         if sequences:
-            writes.append(Array(f"s{role[1:]}", "sequence", storage[role], compute))
+            writes.append(Array(role.to(Kind.STATES), "sequence", storage[role], compute))
         if checkpoint:
-            writes.append(Array(f"c{role[1:]}", "checkpoint", compute, compute))
+            writes.append(Array(role.to(Kind.CHECKPOINT), "checkpoint", compute, compute))
     for role, node in step.outputs.items():
-        if role[0] == "y":
+        if role.kind is Kind.OUTPUT:
             writes.append(Array(role, "sequence", storage[role], node.dtype))
     return Plan(step.core, "forward", step, None, tuple(reads), tuple(writes), tuple(carried), chunk)
 
 
-def plan_backward(joint: Graph, storage: dict[str, torch.dtype], *, chunk: int, wanted: Sequence[str], cotangents: Sequence[str]) -> Plan:
+def plan_backward(
+    joint: Graph, storage: Mapping[Role, torch.dtype], *, chunk: int, wanted: Sequence[str], cotangents: Sequence[str]
+) -> Plan:
     """Plan the walk back over T.
 
     Args:
@@ -171,43 +180,43 @@ def plan_backward(joint: Graph, storage: dict[str, torch.dtype], *, chunk: int, 
         cotangents: which exist: `gy*` per output, `gs*` per state sequence. Those of final states may be null at run time.
     """
     joint = joint.for_cotangents(cotangents)
-    carries = [r for r in joint.outputs if r[:2] == "gv"]
+    carries = of_kind(joint.outputs, Kind.STATE_GRAD)
     vjp = joint.select([r for r in joint.outputs if r in wanted or r in carries])
     needed = _needed_states(joint, vjp)
     advance = joint.select(needed)
     reads: list[Array] = []
     for role in dict.fromkeys([*vjp.inputs, *advance.inputs]):
         node = vjp.inputs.get(role) or advance.inputs[role]
-        if role[0] in "xp":
-            reads.append(Array(role, "sequence" if role[0] == "x" else "param", storage[role], node.dtype))
-        elif role[:2] == "gy":
-            reads.append(Array(role, "sequence", storage[role[1:]], node.dtype))
+        if role.kind in _MEMORY:
+            reads.append(Array(role, _MEMORY[role.kind], storage[role], node.dtype))
+        elif role.kind is Kind.OUTPUT_GRAD:
+            reads.append(Array(role, "sequence", storage[role.primal], node.dtype))
     for role in needed:
         dtype = joint.outputs[role].dtype
         reads.append(Array(role, "row", storage[role], dtype))
-        reads.append(Array(f"c{role[1:]}", "checkpoint", dtype, dtype))
+        reads.append(Array(role.to(Kind.CHECKPOINT), "checkpoint", dtype, dtype))
     carried = []
     for role in carries:
         dtype = vjp.outputs[role].dtype
         carried.append(Array(role, "row", dtype, dtype))
-        reads.append(Array(role, "row", storage[role[1:]], dtype))
-        if f"gs{role[2:]}" in cotangents:
-            reads.append(Array(f"gs{role[2:]}", "sequence", storage[role[1:]], dtype))
+        reads.append(Array(role, "row", storage[role.primal], dtype))
+        if role.to(Kind.STATES_GRAD) in cotangents:
+            reads.append(Array(role.to(Kind.STATES_GRAD), "sequence", storage[role.primal], dtype))
     writes = []
-    for role in wanted:
+    for role in map(Role.of, wanted):
         dtype = vjp.outputs[role].dtype
-        kind = "sequence" if role[:2] == "gx" else "row"
-        writes.append(Array(role, kind, dtype if role[:2] == "gp" else storage[role[1:]], dtype))
-        if role[:2] == "gp":
+        kind = "sequence" if role.kind is Kind.INPUT_GRAD else "row"
+        writes.append(Array(role, kind, dtype if role.kind is Kind.PARAM_GRAD else storage[role.primal], dtype))
+        if role.kind is Kind.PARAM_GRAD:
             carried.append(Array(role, "row", dtype, dtype))
     return Plan(joint.core, "backward", vjp, advance, tuple(reads), tuple(writes), tuple(carried), chunk)
 
 
-def _needed_states(joint: Graph, vjp: Graph) -> list[str]:
+def _needed_states(joint: Graph, vjp: Graph) -> list[Role]:
     """States that the VJP reads, and those that these are computed from."""
-    needed = {r for r in vjp.inputs if r[0] == "v"}
+    needed = {*of_kind(vjp.inputs, Kind.STATE)}
     while True:
-        more = needed | {r for r in joint.select(sorted(needed)).inputs if r[0] == "v"}
+        more = needed | {*of_kind(joint.select(sorted(needed)).inputs, Kind.STATE)}
         if more == needed:
             return [r for r in joint.outputs if r in needed]
         needed = more

@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -27,8 +26,10 @@ from .._capture.signature import Signature, noting_default_states
 from .._capture.trace import Meta, Trace
 from .._ir.graph import Graph, exists, vanishes
 from .._ir.lowering import lower
+from .._ir.roles import Kind, Role, of_kind, roles
 from .._plan import plan
 from .._runtime.backends import BACKENDS
+from .._runtime.kernel import Kernel, NoKernel
 from .._torch.availability import require
 from .._torch.capture import made_under_modes, no_modes
 from .._torch.tensors import is_symbolic, is_view
@@ -47,8 +48,9 @@ class Program:
         self.backend, self.blueprint = BACKENDS[backend], blueprint
         self.sig, self.num_outputs, self.step = blueprint.sig, blueprint.num_outputs, blueprint.step
         self.device = device
+        self.states = roles(Kind.STATE, self.sig.num_states)
         self._plans: dict[tuple, plan.Plan] = {}
-        self._kernels: dict[tuple, Any] = {}
+        self._kernels: dict[tuple, Kernel] = {}
         self.graph, self.params = self._lower_forward()
         self.prologue = _static_module(blueprint.forward, self.params, {})
         sig = self.sig
@@ -62,20 +64,17 @@ class Program:
         self.storage = self._storage()
 
     # --- lowering ---------------------------------------------------------------------------------------------------
-    def _leaves(self, recorded: Trace) -> dict[str, fx.Node]:
-        i, s = self.sig.num_inputs, self.sig.num_states
-        leaves = {f"x{k}": n for k, n in enumerate(recorded.operands[:i])}
-        return leaves | {f"v{k}": n for k, n in enumerate(recorded.operands[i : i + s])}
+    def _leaves(self, recorded: Trace) -> dict[Role, fx.Node]:
+        return dict(zip((*roles(Kind.INPUT, self.sig.num_inputs), *self.states), recorded.operands, strict=False))
 
-    def _lower_forward(self) -> tuple[Graph, dict[str, fx.Node]]:
+    def _lower_forward(self) -> tuple[Graph, dict[Role, fx.Node]]:
         recorded = self.blueprint.forward
-        outputs = {f"y{k}": n for k, n in enumerate(recorded.returns[: self.num_outputs])}
-        outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[self.num_outputs :])}
-        return lower(self.sig.core, self._leaves(recorded), outputs, self._carried("v"), self.device)
+        outputs = dict(zip((*roles(Kind.OUTPUT, self.num_outputs), *self.states), recorded.returns, strict=True))
+        return lower(self.sig.core, self._leaves(recorded), outputs, self._carried(), self.device)
 
-    def _carried(self, prefix: str) -> dict[str, torch.dtype]:
-        computed = self.blueprint.computed[self.sig.num_inputs :]
-        return {f"{prefix}{k}": computed[k].dtype for k in range(self.sig.num_states)}
+    def _carried(self) -> dict[Role, torch.dtype]:
+        """Dtypes in which states go from step to step."""
+        return {v: m.dtype for v, m in zip(self.states, self.blueprint.computed[self.sig.num_inputs :], strict=False)}
 
     def differentiate(self, core: Callable, captured: dict[str, Tensor], reads: Reads | None = None) -> Vjp:
         """The VJP, traced on first use; `core` is the one that this program was made from, or its equal.
@@ -110,10 +109,10 @@ class Program:
                     self._vjp = self._vjp or Vjp(self, self.blueprint.vjp)
         return self._vjp
 
-    def _storage(self) -> dict[str, torch.dtype]:
+    def _storage(self) -> dict[Role, torch.dtype]:
         storage = {r: n.dtype for r, n in self.graph.inputs.items()} | {r: n.dtype for r, n in self.graph.outputs.items()}
-        storage |= {f"v{k}": m.dtype for k, m in enumerate(self.blueprint.states)}
-        return storage | {f"y{k}": m.dtype for k, m in enumerate(self.blueprint.outputs)}
+        storage |= {v: m.dtype for v, m in zip(self.states, self.blueprint.states, strict=True)}
+        return storage | {Role(Kind.OUTPUT, k): m.dtype for k, m in enumerate(self.blueprint.outputs)}
 
     # --- kernels ------------------------------------------------------------------------------------------------------
     def checkpoints(self, T: int) -> int:
@@ -128,22 +127,22 @@ class Program:
 
     def forward_plan(self, inputs: Sequence[torch.dtype], checkpoint: bool, sequences: bool) -> plan.Plan:
         """For many steps."""
-        storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
+        storage = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}
         chunk = self.chunk if checkpoint else self.inference_chunk
         return plan.plan_forward(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
 
     def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.Plan:
         """For many steps."""
-        storage = self.storage | {f"x{k}": d for k, d in enumerate(inputs)}
+        storage = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}
         vjp = self.vjp.graph
-        storage |= {r: n.dtype for r, n in vjp.inputs.items() if r[0] == "p"}
+        storage |= {r: vjp.inputs[r].dtype for r in of_kind(vjp.inputs, Kind.PARAM)}
         return plan.plan_backward(vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
 
     def for_steps(self, T: int, made: plan.Plan) -> plan.Plan:
         """A plan for T steps."""
         return dataclasses.replace(made, chunk=self.backend.chunk_for(made.chunk, T), longest=made.chunk)
 
-    def kernel(self, T: int, direction: str, *flags) -> Any:
+    def kernel(self, T: int, direction: str, *flags: Any) -> Kernel:
         """The loaded kernel for T steps of `forward_plan(*flags)` or `backward_plan(*flags)`."""
         key = (direction, *flags)
         if key not in self._plans:
@@ -151,18 +150,8 @@ class Program:
         made = self.for_steps(T, self._plans[key])
         key = (made.chunk, *key)
         if key not in self._kernels:
-            self._kernels[key] = self.backend.load(made, self.backend.render(made)) if made.writes else Nothing(made)
+            self._kernels[key] = self.backend.load(made, self.backend.render(made)) if made.writes else NoKernel(made)
         return self._kernels[key]
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """The kernel of a plan that writes nothing: no gradient that is asked for exists."""
-
-    plan: plan.Plan
-
-    def bind(self, *sizes: Any) -> Callable[..., None]:
-        return lambda arrays, dims: None
 
 
 class Vjp:
@@ -175,8 +164,8 @@ class Vjp:
         cotangents = recorded.cotangents
         self.differentiable = tuple(c is not None for c in cotangents)
         leaves = program._leaves(recorded)
-        leaves |= {f"gy{k}": c for k, c in enumerate(cotangents[:outs]) if c is not None}
-        leaves |= {f"gv{k}": c for k, c in enumerate(cotangents[outs:]) if c is not None}
+        of_returns = (*roles(Kind.OUTPUT_GRAD, outs), *roles(Kind.STATE_GRAD, states))
+        leaves |= {role: c for role, c in zip(of_returns, cotangents, strict=True) if c is not None}
         self.roles = {leaf.name: role for role, leaf in leaves.items()}
         sources: dict[fx.Node, int | str] = {n: k for k, n in enumerate(recorded.operands[: ins + states])}
         sources |= dict(zip(recorded.operands[ins + states :], sig.param_names, strict=True)) | {n: k for k, n in recorded.captured.items()}
@@ -186,27 +175,28 @@ class Vjp:
         ]
         self._first_state, self._outs = ins, outs
         grads = recorded.grads
-        outputs = {f"gx{k}": g for k, g in enumerate(grads[:ins]) if g is not None}
+        outputs = {Role(Kind.INPUT_GRAD, k): g for k, g in enumerate(grads[:ins]) if g is not None}
         # a carried cotangent is an output even where no gradient flows through the state: it is zero then
         zero = recorded.graph.call_function(torch.ops.aten.full.default, ([], 0.0))
         for k in range(states):
-            node, operand = grads[ins + k], recorded.operands[ins + k]
-            if node is None and f"gv{k}" in leaves:
+            node, operand, role = grads[ins + k], recorded.operands[ins + k], Role(Kind.STATE_GRAD, k)
+            if node is None and role in leaves:
                 zero.meta.update(kind="step", val=operand.meta["val"], uniform=0.0, line=None)
                 node = zero
             if node is not None:
-                outputs[f"gv{k}"] = node
+                outputs[role] = node
         self.static_grads = grads[ins + states :]  # params, then captured tensors
         self.captured = list(recorded.captured)[: len(self.static_grads) - sig.num_params]
         frontier = _frontier(self.static_grads)
-        self.frontier = {f"gp{k}": n for k, n in enumerate(frontier)}
+        self.frontier = {Role(Kind.PARAM_GRAD, k): n for k, n in enumerate(frontier)}
         outputs |= self.frontier
-        outputs |= {f"v{k}": n for k, n in enumerate(recorded.returns[outs:])}
-        self.graph, params = lower(sig.core, leaves, outputs, program._carried("gv") | program._carried("v"), program.device)
+        outputs |= dict(zip(program.states, recorded.returns[outs:], strict=True))
+        carried = program._carried()
+        self.graph, params = lower(sig.core, leaves, outputs, {v.grad: d for v, d in carried.items()} | carried, program.device)
         self.params = params
         self.prologue = _static_module(recorded, params, {})
-        self._prologues: dict[tuple[str, ...], StaticModule] = {}
-        self._epilogues: dict[tuple, tuple[StaticModule, tuple[str, ...]]] = {}
+        self._prologues: dict[tuple[Role, ...], StaticModule] = {}
+        self._epilogues: dict[tuple, tuple[StaticModule, tuple[Role, ...]]] = {}
 
     def requiring_grad(self, needed: Collection[int | str], T: int | None) -> list[bool]:
         """Which outputs, final states and state sequences require grad, as in eager: those from which autograd's graph leads to an
@@ -232,13 +222,13 @@ class Vjp:
                 break
         return [*ever[: self._outs], *[k in carried for k in states], *ever[self._outs :]]
 
-    def prologue_of(self, roles: tuple[str, ...]) -> StaticModule:
+    def prologue_of(self, roles: tuple[Role, ...]) -> StaticModule:
         """The part of the prologue that one kernel reads. PyTorch may refuse another part, of gradients that nobody wants."""
         if roles not in self._prologues:
             self._prologues[roles] = _static_module(self.recorded, {r: self.params[r] for r in roles}, {})
         return self._prologues[roles]
 
-    def epilogue(self, wanted: tuple[bool, ...], given: tuple[str, ...] | None = None) -> tuple[StaticModule, tuple[str, ...]]:
+    def epilogue(self, wanted: tuple[bool, ...], given: tuple[Role, ...] | None = None) -> tuple[StaticModule, tuple[Role, ...]]:
         """The module that gives the wanted gradients of params and captured tensors, and the sums (`gp*`) it takes, where
         the cotangents `given` exist (by default all)."""
         if (wanted, given) not in self._epilogues:
@@ -251,7 +241,7 @@ class Vjp:
             self._epilogues[wanted, given] = made, roles
         return self._epilogues[wanted, given]
 
-    def _rest(self, given: Sequence[str]) -> dict[fx.Node, fx.Node | None]:
+    def _rest(self, given: Sequence[Role]) -> dict[fx.Node, fx.Node | None]:
         """What nodes of the epilogue come to where some outputs have no cotangent: nothing, or what is left of a sum. As in
         autograd, nothing flows back from there, not even zeros (which an infinite derivative would make NaN)."""
         left = self.graph.for_cotangents(given).outputs
@@ -317,7 +307,7 @@ class StaticModule:
         found = dict(zip(self.results, graph.output_node().args[0], strict=True))
         return [names[found[role]] for role in results] if all(found[role] in names for role in results) else None
 
-    def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> dict[str, Tensor]:
+    def __call__(self, statics: dict[str, Tensor], sums: Sequence[Tensor] = ()) -> dict[Any, Tensor]:
         if self.module is None:
             return {}
         constants = made_under_modes(self.constants) if transforms_or_modes_active() else self.constants
@@ -326,8 +316,8 @@ class StaticModule:
 
 
 def _static_module(
-    recorded: Trace, results: dict[str, fx.Node], sums: dict[fx.Node, str], rest: Mapping[fx.Node, fx.Node | None] = MappingProxyType({}),
-    *, apart: bool = False,
+    recorded: Trace, results: Mapping[Any, fx.Node], sums: Mapping[fx.Node, Role],
+    rest: Mapping[fx.Node, fx.Node | None] = MappingProxyType({}), *, apart: bool = False,
 ) -> StaticModule:  # fmt: skip
     """Cut the part of a recorded graph that computes `results` from params, captured tensors and sums over time, with
     `rest[node]` in place of a node.

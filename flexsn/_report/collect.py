@@ -14,13 +14,11 @@ from .._capture.signature import core_name
 from .._operator.autograd import run_call, undisturbed
 from .._operator.call import Call, Launch
 from .._operator.fallback import unsaid
-from .._operator.library import WANTED as NAMES
-from .._operator.library import backend_of
 from .._operator.prepare import prepare
 from .._plan.plan import Plan
 from .._runtime import cpp_kernel as launch_cpp
 from .._runtime import triton_kernel as launch_triton
-from .._runtime.backends import BACKENDS
+from .._runtime.backends import BACKENDS, NAMES, backend_of
 from ..errors import (
     BackendError,
     BackendUnavailableError,

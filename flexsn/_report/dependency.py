@@ -7,6 +7,7 @@ import re
 
 from .._capture.signature import Signature
 from .._ir.graph import Node
+from .._ir.roles import Kind, Role, roles
 from .._program.compiled import Program
 from .hoisted import label_of
 from .model import Drawing
@@ -19,8 +20,8 @@ def drawing_of(program: Program, sig: Signature) -> Drawing:
     for role, node in step.inputs.items():
         behind[node] = (role,)
         drawing.boxes[role] = _operand(program, sig, role)
-    for k, name in enumerate(sig.state_names):  # a state that the step does not read is drawn too
-        drawing.boxes.setdefault(f"v{k}", (name, "state"))
+    for role, name in zip(roles(Kind.STATE, sig.num_states), sig.state_names, strict=True):  # the step need not read them all
+        drawing.boxes.setdefault(role, (name, "state"))
     for node in step.nodes:
         behind[node] = tuple(dict.fromkeys(key for arg in node.args for key in behind.get(arg, ())))
         label = _users_name(node)
@@ -35,18 +36,17 @@ def drawing_of(program: Program, sig: Signature) -> Drawing:
     return drawing
 
 
-def _operand(program: Program, sig: Signature, role: str) -> tuple[str, str]:
-    if role[0] == "p":
+def _operand(program: Program, sig: Signature, role: Role) -> tuple[str, str]:
+    if role.kind is Kind.PARAM:
         return label_of(program.params[role]), "param"
-    names, kind = (sig.input_names, "input") if role[0] == "x" else (sig.state_names, "state")
-    return names[int(role[1:])], kind
+    names, kind = (sig.input_names, "input") if role.kind is Kind.INPUT else (sig.state_names, "state")
+    return names[role.number], kind
 
 
-def _returned(program: Program, sig: Signature, role: str) -> tuple[str, str]:
-    number = int(role[1:])
-    if role[0] == "v":
-        return sig.state_names[number], "next"
-    return "output" if program.num_outputs == 1 else f"output {number}", "output"
+def _returned(program: Program, sig: Signature, role: Role) -> tuple[str, str]:
+    if role.kind is Kind.STATE:
+        return sig.state_names[role.number], "next"
+    return "output" if program.num_outputs == 1 else f"output {role.number}", "output"
 
 
 def _users_name(node: Node) -> str | None:

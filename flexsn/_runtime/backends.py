@@ -1,18 +1,18 @@
-"""The backends, each in one row: how it renders, builds, and cuts time into chunks. To add one: add a row here."""
+"""The backends, each in one row, and which one serves a call. To add one: add a row here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from .._codegen import cpp as render_cpp
 from .._codegen import triton as render_triton
 from .._plan import plan
-from . import cpp_kernel as launch_cpp
-from . import triton_kernel as launch_triton
+from ..errors import BackendError, BackendUnavailableError
+from . import cpp_kernel, triton_kernel
+from .kernel import Kernel
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Backend:
     """What a backend is.
 
     Attributes:
+        devices: types of the devices that it serves unless a call names another backend.
         render: plan -> source text.
         load: plan and source -> kernel.
         chunk: steps of a chunk, for numbers of inputs, states and ops of a step, bytes of an input's element, and whether
@@ -29,8 +30,9 @@ class Backend:
         lazy: kernels are built for the sizes of a call; their `expect` starts that early.
     """
 
+    devices: frozenset[str]
     render: Callable[[plan.Plan], str]
-    load: Callable[[plan.Plan, str], Any]
+    load: Callable[[plan.Plan, str], Kernel]
     chunk: Callable[[int, int, int, int, bool], int]
     chunk_for: Callable[[int, int], int]
     refuses: Callable[[torch.device], str | None]
@@ -38,8 +40,41 @@ class Backend:
 
 
 BACKENDS = {
-    "cpp": Backend(render_cpp.render, launch_cpp.load, plan.chunk_in_cache, lambda chunk, T: chunk, launch_cpp.check_device),
-    "triton": Backend(
-        render_triton.render, launch_triton.load, plan.chunk_in_registers, plan.chunk_for, launch_triton.check_device, lazy=True
+    "cpp": Backend(
+        frozenset({"cpu"}), render_cpp.render, cpp_kernel.load, plan.chunk_in_cache, lambda chunk, T: chunk, cpp_kernel.check_device
     ),
-}
+    "triton": Backend(
+        frozenset({"cuda"}), render_triton.render, triton_kernel.load, plan.chunk_in_registers, plan.chunk_for,
+        triton_kernel.check_device, lazy=True,
+    ),
+}  # fmt: skip
+_ALIASES = {"inductor": "triton", "hop": "auto"}  # names that earlier programs gave
+NAMES = ("auto", "torch", *BACKENDS, *_ALIASES)  # what `backend=` takes; "torch" is the eager loop, which is no backend
+
+
+def backend_of(device: torch.device) -> str:
+    """The name of the backend that serves a device; of one that no backend names (`meta`, where nothing runs), the first."""
+    return next((name for name, backend in BACKENDS.items() if device.type in backend.devices), next(iter(BACKENDS)))
+
+
+def check_backend(wanted: str, core: str) -> None:
+    """Raise BackendError unless `wanted` is one of `NAMES`."""
+    if wanted not in NAMES:
+        raise BackendError(f"unknown backend {wanted!r}; there are {', '.join(map(repr, NAMES))}", core=core)
+
+
+def choose_backend(wanted: str, device: torch.device, core: str, *, traced: bool) -> str:
+    """The name of the backend that runs a call; `traced` ones run on the device's own.
+
+    Raises:
+        BackendError: the backend that is wanted does not run there.
+        BackendUnavailableError: "auto" is wanted, and no backend runs there.
+    """
+    own = backend_of(device)
+    name = own if "auto" in (wanted, _ALIASES.get(wanted)) else _ALIASES.get(wanted, wanted)
+    refused = BACKENDS[name].refuses(device) if wanted != "auto" or device.type != "meta" else None
+    if traced and refused is None and name != own:
+        refused = f"backend {name!r} does not run on {device} in a traced call"
+    if refused is not None:
+        raise (BackendUnavailableError if wanted == "auto" else BackendError)(refused, core=core, hint='Use backend="auto".')
+    return name

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from .._codegen.triton import STORAGE, flags, kernel_name, nullable, packed, render
+from .._ir.roles import Kind
 from .._plan.plan import Plan, chunks
 from .._torch.cuda import current_stream, interpreter_exits, triton_launch
 from ..errors import BackendUnavailableError, BuildError
@@ -94,8 +95,8 @@ def _neurons_per_thread(plan: Plan) -> int:
     """As many as a load of 16 bytes brings and registers hold; at least two, but of 8 bytes one."""
     if _itemsize(plan) == 8:
         return 1
-    inputs = {a.role: a.storage.itemsize for a in plan.reads if a.kind == "sequence" and a.role[0] == "x"}
-    states = {a.role: a.compute.itemsize for a in plan.reads if a.kind == "row" and a.role[0] == "v"}
+    inputs = {a.role: a.storage.itemsize for a in plan.reads if a.kind == "sequence" and a.role.kind is Kind.INPUT}
+    states = {a.role: a.compute.itemsize for a in plan.reads if a.kind == "row" and a.role.kind is Kind.STATE}
     held = (plan.chunk + 1) * sum((inputs | states).values())
     most = 1 << (_REGISTERS // max(1, held)).bit_length() >> 1  # the power of two below
     return min(16 // _itemsize(plan), max(2, most))

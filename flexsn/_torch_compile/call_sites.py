@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._ir.roles import Kind, roles
 from .._operator.call import Launch
 from .._operator.library import KERNEL_OPERATORS, WHEN_TRACED, Operands, by_role, program_from, settle_backward, settle_forward
 from .._operator.no_gradient import refuse_forward_mode
@@ -57,7 +58,7 @@ def _site(settle: Settle, operands_of: Callable[..., Operands], keeps: bool = Tr
 
 def _takes(launch: Launch, params: Operands) -> bool:
     """Return whether it takes all of the params, in their order."""
-    return launch.params == tuple([f"p{k}" for k in range(len(params))])
+    return launch.params == roles(Kind.PARAM, len(params))
 
 
 for _name, _settle, _operands in (("forward", settle_forward, _of_forward), ("backward", settle_backward, _of_backward)):

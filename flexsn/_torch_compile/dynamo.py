@@ -21,8 +21,9 @@ from .._capture.signature import Signature, core_name, positional_names, step_sh
 from .._ir.graph import HALF
 from .._operator.dtensor import any_dtensor
 from .._operator.fallback import say_once, warn_once
-from .._operator.library import check_backend, choose_backend, text_of
+from .._operator.library import text_of
 from .._program.symbolic_sizes import exactly
+from .._runtime.backends import check_backend, choose_backend
 from .._torch.availability import moved
 from .._torch.transforms import transforms_active
 from ..errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError

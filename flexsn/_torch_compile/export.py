@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._ir.graph import Graph, Node
 from .._ir.ops import OPS
+from .._ir.roles import Kind, Role, roles
 from .._operator.eager_loop import over_time
 from .._operator.library import program_from
 from .._torch.tensors import is_symbolic, memory_of
@@ -64,7 +65,8 @@ def _forward(loop: Callable, text: str, inputs: Tensors, states, params: Tensors
     graph, outs, n = made.graph, made.num_outputs, made.sig.num_states
     if save:
         raise DecomposeError("stores checkpoints for a backward; only programs for inference are decomposed", core=made.sig.core)
-    carried = [graph.outputs[f"v{k}"].dtype for k in range(n)]
+    after = roles(Kind.STATE, n)
+    carried = [graph.outputs[v].dtype for v in after]
     inputs, params = [x.detach() for x in inputs], [p.detach().to(inputs[0].device) for p in params]
     zeros = inputs[0].new_zeros
     first = [zeros(tuple(step), dtype=d) if v is None else _expand(v.detach(), step).to(d) for v, d in zip(states, carried, strict=True)]
@@ -72,10 +74,10 @@ def _forward(loop: Callable, text: str, inputs: Tensors, states, params: Tensors
 
     def body(steps: Tensors, current: Tensors, params: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """New states, and what is kept of every step: outputs, and states if asked for."""
-        given = {f"{kind}{k}": t for kind, ts in (("x", steps), ("v", current), ("p", params)) for k, t in enumerate(ts)}
-        found = run_step(graph, given, steps[0])
-        new = [found[f"v{k}"] for k in range(n)]
-        kept = {f"y{k}": found[f"y{k}"] for k in range(outs)} | ({f"v{k}": v for k, v in enumerate(new)} if sequences else {})
+        operands = ((Kind.INPUT, steps), (Kind.STATE, current), (Kind.PARAM, params))
+        found = run_step(graph, {Role(kind, k): t for kind, ts in operands for k, t in enumerate(ts)}, steps[0])
+        new = [found[v] for v in after]
+        kept = {r: found[r] for r in (*roles(Kind.OUTPUT, outs), *(after if sequences else ()))}
         results = _distinct([*new, *[t.to(made.storage[role]) for role, t in kept.items()]], besides=[*steps, *current, *params])
         return results[:n], results[n:]
 
@@ -84,8 +86,8 @@ def _forward(loop: Callable, text: str, inputs: Tensors, states, params: Tensors
         finals, kept = loop(body, owned[:n], _distinct(xs), owned[n:], made.sig.core)
     else:
         finals, kept = body(xs, [], params)  # nothing is carried: all steps at once
-    results = {f"y{k}": y for k, y in enumerate(kept[:outs])} | {f"s{k}": s for k, s in enumerate(kept[outs:])}
-    results |= {f"v{k}": v.to(made.storage[f"v{k}"]) for k, v in enumerate(finals)}
+    results = dict(zip((*roles(Kind.OUTPUT, outs), *roles(Kind.STATES, n)), kept, strict=False))
+    results |= {v: final.to(made.storage[v]) for v, final in zip(after, finals, strict=True)}
     plan = made.forward_plan([x.dtype for x in inputs], False, sequences)
     return [results[a.role] for a in plan.writes]
 

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from .._capture.signature import Signature
 from .._capture.trace import Meta, Trace
 from .._ir.graph import HALF
+from .._ir.roles import Role
 from .._operator.library import KERNEL_OPERATORS, program_from
 from .._program.captured import Blueprint
 from .._program.serialize import read, write
@@ -96,7 +97,7 @@ def fuse(node: Any) -> None:
         _erase_unused(made)
 
 
-def _params(program: str, device: torch.device, backward: bool) -> dict[str, fx.Node]:
+def _params(program: str, device: torch.device, backward: bool) -> dict[Role, fx.Node]:
     made = program_from(program, device)
     return made.vjp.params if backward else made.params
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from .._capture.trace import Meta
+from .._ir.roles import Kind, Role, roles
 from ..errors import GraphCaptureError, ShapeMismatchError
 from .graphs import output_values
 
@@ -77,47 +78,47 @@ class FlexSNInfo(_Fields):
 
     # --- roles in the graphs and plans of kernels: those of `_plan/plan.py`, with all that a kernel returns as outputs -----------
     @property
-    def states(self) -> list[str]:
-        return [f"v{k}" for k in range(self.num_states)]
+    def states(self) -> list[Role]:
+        return [*roles(Kind.STATE, self.num_states)]
 
     @property
-    def args(self) -> list[str]:
+    def args(self) -> list[Role]:
         """Inputs and states."""
-        return [*(f"x{k}" for k in range(self.num_inputs)), *self.states]
+        return [*roles(Kind.INPUT, self.num_inputs), *self.states]
 
     @property
-    def returns(self) -> list[str]:
+    def returns(self) -> list[Role]:
         """Outputs, state sequences, intermediates."""
-        return [f"y{j}" for j in range(self.num_fwd_kernel_returns)]
+        return [*roles(Kind.OUTPUT, self.num_fwd_kernel_returns)]
 
     @property
-    def saved(self) -> list[str]:
+    def saved(self) -> list[Role]:
         """What the backward reads, in the order of `c2k_return_mapping`: its inputs."""
-        return [f"x{self.num_inputs + m}" for m, _ in enumerate(self.c2k_return_mapping)]
+        return [Role(Kind.INPUT, self.num_inputs + m) for m, _ in enumerate(self.c2k_return_mapping)]
 
     @property
-    def cotangents(self) -> list[str]:
+    def cotangents(self) -> list[Role]:
         """Of outputs and new states, at one step."""
-        return [*(f"gy{k}" for k in range(self.num_outputs)), *(f"g{v}" for v in self.states)]
+        return [*roles(Kind.OUTPUT_GRAD, self.num_outputs), *roles(Kind.STATE_GRAD, self.num_states)]
 
     # --- a call ----------------------------------------------------------------------------------------------------------------
-    def dtypes(self, given: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    def dtypes(self, given: Mapping[Role, torch.dtype]) -> dict[Role, torch.dtype]:
         """Return dtypes in memory by role, of arguments, returns and saved values.
 
         Args:
             given: those of the call's operands, for what the info does not know.
         """
-        roles = [*self.args, *self.returns]
+        known = [*self.args, *self.returns]
         if self.layout is not None:
-            found = {r: m.dtype for r, m in zip(roles, (*self.layout.args, *self.layout.returns), strict=True)}
-            return found | {r: found[f"y{j}"] for r, j in zip(self.saved, self.c2k_return_mapping, strict=True)}
-        default = next((d for r, d in given.items() if r == "x0" or r[0] == "g"), torch.float32)
+            found = {r: m.dtype for r, m in zip(known, (*self.layout.args, *self.layout.returns), strict=True)}
+            return found | {r: found[Role(Kind.OUTPUT, j)] for r, j in zip(self.saved, self.c2k_return_mapping, strict=True)}
+        default = next((d for r, d in given.items() if r == Role(Kind.INPUT, 0) or r.kind.is_grad), torch.float32)
         found = {}
-        for r in roles:
-            alike = (r, f"g{r}", f"gs{r[1:]}") if r[0] == "v" else (r, f"g{r}")
+        for r in known:
+            alike = (r, r.grad, r.to(Kind.STATES_GRAD)) if r.kind is Kind.STATE else (r, r.grad)
             found[r] = next((given[role] for role in alike if role in given), default)
-        found |= {f"y{self.num_outputs + k}": found[v] for k, v in enumerate(self.states)}
-        return found | {r: given.get(r, found[f"y{j}"]) for r, j in zip(self.saved, self.c2k_return_mapping, strict=True)}
+        found |= {Role(Kind.OUTPUT, self.num_outputs + k): found[v] for k, v in enumerate(self.states)}
+        return found | {r: given.get(r, found[Role(Kind.OUTPUT, j)]) for r, j in zip(self.saved, self.c2k_return_mapping, strict=True)}
 
     def step_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the step shape of operands of these step shapes; what the core captures may make it larger.

@@ -15,16 +15,16 @@ from torch import Tensor, fx
 
 from .._capture.signature import DTYPES, core_name
 from .._ir.graph import Graph
-from .._operator.library import backend_of
+from .._ir.roles import Kind, Role, of_kind
 from .._plan import plan
-from .._runtime.backends import BACKENDS, Backend
+from .._runtime.backends import BACKENDS, Backend, backend_of
 from ..errors import BackendError, GraphCaptureError, OperandCountError, OperandTypeError, UnsupportedDtypeError
 from .graphs import generate_forward_and_backward_graph, generate_inference_graph
 from .info import FlexSNInfo, extract_info
 from .source import ClosedStep, compile_triton_code_str, complete, example_device
 from .written import FUNCTION, WrittenStep
 
-Dtypes = Mapping[str, torch.dtype]
+Dtypes = Mapping[Role, torch.dtype]
 
 
 class StepKernel:
@@ -59,7 +59,7 @@ class StepKernel:
             self._loaded.setdefault(key, self._load(device, storage, present))
         return self._loaded[key]
 
-    def params(self, device: torch.device) -> dict[str, Tensor]:
+    def params(self, device: torch.device) -> dict[Role, Tensor]:
         """Return what the kernel reads beside its operands, by role."""
         return {}
 
@@ -68,7 +68,7 @@ class StepKernel:
 
     def _plan(self, backend: Backend, step: Graph, ops: int, storage: Dtypes, present: Sequence[str]) -> plan.Plan:
         """Plan the walk over T. All that a backward reads of the forward was saved: it computes no states again, and has no checkpoints."""
-        storage = {**storage, **{r: n.dtype for r, n in step.inputs.items() if r[0] == "p"}}
+        storage = {**storage, **{r: step.inputs[r].dtype for r in of_kind(step.inputs, Kind.PARAM)}}
         chunk = backend.chunk(self.info.num_inputs, self.info.num_states, ops, 4, self.kind == "backward")
         if self.kind == "backward":
             return plan.plan_backward(step, storage, chunk=chunk, wanted=list(step.outputs), cotangents=present)
@@ -91,7 +91,7 @@ class SourceKernel(StepKernel):
 
     def render(self, present: Sequence[str] | None = None) -> tuple[plan.Plan, str]:
         """Return plan and text for the dtypes of the info, by default with every cotangent."""
-        every = [r.replace("gv", "gs") for r in self.info.cotangents]
+        every = [r.to(Kind.STATES_GRAD) if r.kind is Kind.STATE_GRAD else r for r in self.info.cotangents]
         return self._render(self.info.dtypes({}), every if present is None else present)
 
     def _render(self, storage: Dtypes, present: Sequence[str]) -> tuple[plan.Plan, str]:
@@ -102,13 +102,13 @@ class SourceKernel(StepKernel):
     def _step(self, storage: Dtypes) -> WrittenStep:
         info = self.info
         if self.kind == "backward":
-            takes = {r: storage[r] for r in info.saved} | {r: storage[r[1:]] for r in self._cotangents}
-            gives = {f"g{r}": storage[r] for r in info.args}
-            return WrittenStep(self.core, takes, list(gives), gives, {f"g{v}": f"g{v}" for v in info.states})
+            takes = {r: storage[r] for r in info.saved} | {r: storage[r.primal] for r in self._cotangents}
+            gives = {r.grad: storage[r] for r in info.args}
+            return WrittenStep(self.core, takes, list(gives), gives, {v.grad: v.grad for v in info.states})
         stored = iter(info.returns)
         returns = [next(stored) if name != "_" else "_" for name in info.fwd_core_recipients]
         outputs = {r: storage[r] for r in (*info.returns, *info.states)}
-        carried = {v: f"y{info.num_outputs + k}" for k, v in enumerate(info.states)}
+        carried = {v: Role(Kind.OUTPUT, info.num_outputs + k) for k, v in enumerate(info.states)}
         return WrittenStep(self.core, {r: storage[r] for r in info.args}, returns, outputs, carried)
 
     def _load(self, device: torch.device, storage: Dtypes, present: tuple[str, ...]) -> Any:
@@ -118,7 +118,7 @@ class SourceKernel(StepKernel):
         return BACKENDS["triton"].load(*self._render(storage, present))
 
 
-def _cotangents(function: Any, info: FlexSNInfo) -> list[str]:
+def _cotangents(function: Any, info: FlexSNInfo) -> list[Role]:
     """Return the roles of the cotangents that a backward step function takes: all of them, or those that it names `grad_k`."""
     names = list(function.arg_names)[len(info.c2k_return_mapping) :]
     roles = info.cotangents
@@ -186,8 +186,8 @@ class GraphKernel(StepKernel):
                 roles = {f"grad_{k}": role for k, role in enumerate(info.cotangents)}
                 cotangents = self._graph.find_nodes(op="placeholder")[len(info.saved) :]
                 takes = [*info.saved, *(roles[n.name] for n in cotangents)]
-                gives = {f"g{r}": k for k, r in enumerate(info.args)}
-                carried = {f"g{v}": storage[v] for v in info.states}
+                gives = {r.grad: k for k, r in enumerate(info.args)}
+                carried = {v.grad: storage[v] for v in info.states}
             else:
                 takes, carried = info.args, {v: storage[v] for v in info.states}
                 first = [k for k, name in enumerate(info.fwd_core_recipients) if name != "_"]
@@ -195,7 +195,7 @@ class GraphKernel(StepKernel):
             self._closed[device.type] = ClosedStep(self._graph, self.core, takes, gives, carried, device)
         return self._closed[device.type]
 
-    def params(self, device: torch.device) -> dict[str, Tensor]:
+    def params(self, device: torch.device) -> dict[Role, Tensor]:
         return self._step(device).params()
 
     def _load(self, device: torch.device, storage: Dtypes, present: tuple[str, ...]) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._capture.signature import DTYPES
+from .._ir.roles import Kind, Role, of_kind
 from .._operator.call import Launch
 from .._runtime.layout import narrow, rows, unbroadcast
 from ..errors import DeviceMismatchError, OperandCountError, OperandTypeError, SequenceLengthError, UnsupportedDtypeError
@@ -120,21 +121,23 @@ class Operands:
         self.T, self.device = self.inputs[0].shape[0], self.inputs[0].device
         self._dtypes = info.dtypes({role: t.dtype for role, t in self.arrays().items()})
 
-    def arrays(self) -> dict[str, Tensor]:
+    def arrays(self) -> dict[Role, Tensor]:
         """Return those that are there, by role."""
-        given = {f"v{k}": v for k, v in enumerate(self.states) if v is not None}
-        return {f"x{k}": x for k, x in enumerate(self.inputs)} | given
+        return {role: t for role, t in zip(self._info.args, (*self.inputs, *self.states), strict=True) if t is not None}
 
     def returns(self, kind: str) -> list[ArrayMeta]:
         """Return shapes and dtypes of the sequences that a kernel of this kind stores."""
-        return [((self.T, *self._info.return_shape(j, self.step)), self._dtypes[f"y{j}"]) for j in range(self._info.num_stored(kind))]
+        return [
+            ((self.T, *self._info.return_shape(j, self.step)), self._dtypes[Role(Kind.OUTPUT, j)])
+            for j in range(self._info.num_stored(kind))
+        ]
 
     def finals(self) -> list[ArrayMeta]:
         """Return shapes and dtypes of the final states: an initial one sets its dtype, and at `T == 0` its shape."""
         found: list[ArrayMeta] = []
         for k, v in enumerate(self.states):
             shape = self._info.return_shape(self._info.num_outputs + k, self.step)
-            found.append((shape, self._dtypes[f"v{k}"]) if v is None else (shape if self.T else tuple(v.shape), v.dtype))
+            found.append((shape, self._dtypes[Role(Kind.STATE, k)]) if v is None else (shape if self.T else tuple(v.shape), v.dtype))
         return found
 
 
@@ -148,8 +151,8 @@ def forward(f: StepKernel, info: FlexSNInfo, args: Sequence[Tensor | None], kind
         ends = [torch.zeros(s, dtype=d, device=given.device) if v is None else _copy(v) for v, (s, d) in metas]
         return [torch.empty(shape, dtype=dtype, device=given.device) for shape, dtype in returns], ends
     written = _launch(f, given.arrays(), given.T, given.step, given.device, ())
-    sequences = [narrow(written[f"y{j}"], shape, 1) for j, (shape, _) in enumerate(returns)]
-    return sequences, [narrow(written[f"v{k}"], shape, 0).to(dtype) for k, (shape, dtype) in enumerate(finals)]
+    sequences = [narrow(written[Role(Kind.OUTPUT, j)], shape, 1) for j, (shape, _) in enumerate(returns)]
+    return sequences, [narrow(written[Role(Kind.STATE, k)], shape, 0).to(dtype) for k, (shape, dtype) in enumerate(finals)]
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -214,11 +217,12 @@ def backward(
     shapes = [tuple(t.shape[1:]) for t in (*steps, *saved, *inputs)] + [tuple(v.shape) for v in states]
     step = info.step_shape(shapes)
     arrays = dict(zip(info.saved, saved, strict=True))
-    for prefix, cotangents in (("gy", outputs), ("gs", sequences), ("gv", finals)):
-        arrays |= {f"{prefix}{k}": g for k, g in enumerate(cotangents) if g is not None}
-    present = tuple(sorted([r for r in arrays if r[:2] in ("gy", "gs")]))
+    for kind, cotangents in ((Kind.OUTPUT_GRAD, outputs), (Kind.STATES_GRAD, sequences), (Kind.STATE_GRAD, finals)):
+        arrays |= {Role(kind, k): g for k, g in enumerate(cotangents) if g is not None}
+    present = tuple(sorted(of_kind(arrays, Kind.OUTPUT_GRAD, Kind.STATES_GRAD)))
     written = _launch(f, arrays, T, step, known[0].device, present)
-    found = [(written.get(f"gx{k}"), x, 1) for k, x in enumerate(inputs)] + [(written.get(f"gv{k}"), v, 0) for k, v in enumerate(states)]
+    found = [(written.get(Role(Kind.INPUT_GRAD, k)), x, 1) for k, x in enumerate(inputs)]
+    found += [(written.get(Role(Kind.STATE_GRAD, k)), v, 0) for k, v in enumerate(states)]
     return [_gradient(grad, like, leading) for grad, like, leading in found]
 
 
@@ -230,8 +234,8 @@ def _gradient(grad: Tensor | None, like: Tensor, leading: int) -> Tensor:
 
 # --- launch -------------------------------------------------------------------------------------------------------------------------
 def _launch(
-    f: StepKernel, arrays: Mapping[str, Tensor], T: int, step: Shape, device: torch.device, present: tuple[str, ...]
-) -> dict[str, Tensor]:
+    f: StepKernel, arrays: Mapping[Role, Tensor], T: int, step: Shape, device: torch.device, present: tuple[str, ...]
+) -> dict[Role, Tensor]:
     """Run a kernel; returns what it wrote, by role."""
     with torch.no_grad():
         kinds = {r: t.dtype for r, t in arrays.items()}

@@ -22,6 +22,7 @@ from .._codegen.language import safe
 from .._codegen.triton import IMPORTS, render_step
 from .._ir.graph import Builder
 from .._ir.lowering import lower
+from .._ir.roles import Kind, Role, roles
 from .._program.compiled import _static_module
 from .._runtime.triton_kernel import _define
 from .._torch.availability import require
@@ -38,7 +39,7 @@ class ClosedStep:
     """
 
     def __init__(
-        self, graph: fx.Graph, name: str, takes: Sequence[str], gives: Mapping[str, int], carried: Mapping[str, torch.dtype],
+        self, graph: fx.Graph, name: str, takes: Sequence[Role], gives: Mapping[Role, int], carried: Mapping[Role, torch.dtype],
         device: torch.device | None = None, numbers: bool = False,
     ):  # fmt: skip
         """Close an ATen graph.
@@ -86,7 +87,7 @@ class ClosedStep:
         for role in carried:
             self.graph.outputs.setdefault(role, Builder(name).const(0, carried[role]))
 
-    def params(self) -> dict[str, Tensor]:
+    def params(self) -> dict[Role, Tensor]:
         """Return the values of `p*`, computed from the captured tensors as they are now."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return self._prologue(dict(zip(self._names, [t.detach() for t in self._constants.values()], strict=True)))
@@ -149,12 +150,12 @@ def generate_triton_code_str(graph: fx.Graph, fn_name: str) -> tuple[str, str]:
     """
     name = safe(fn_name).replace(".", "_")
     name = name if name.isidentifier() else f"core_{name}"
-    roles = [f"x{k}" for k, _ in enumerate(graph.find_nodes(op="placeholder"))]
-    gives = {f"y{k}": k for k, _ in enumerate(output_values(graph))}
-    closed = ClosedStep(graph, fn_name, roles, gives, {}, numbers=True).graph
+    takes = roles(Kind.INPUT, len(graph.find_nodes(op="placeholder")))
+    gives = {Role(Kind.OUTPUT, k): k for k, _ in enumerate(output_values(graph))}
+    closed = ClosedStep(graph, fn_name, takes, gives, {}, numbers=True).graph
     results = [role if role in closed.outputs else None for role in gives]
-    unique = f"{name}_{hashlib.sha256(render_step(closed, name, roles, results).encode()).hexdigest()[:12]}"
-    return render_step(closed, unique, roles, results), unique
+    unique = f"{name}_{hashlib.sha256(render_step(closed, name, takes, results).encode()).hexdigest()[:12]}"
+    return render_step(closed, unique, takes, results), unique
 
 
 _lock = threading.Lock()

@@ -8,6 +8,7 @@ import torch
 
 from .._codegen.triton import COMPUTE
 from .._ir.graph import HALF, Graph, Node
+from .._ir.roles import Kind, Role, of_kind
 
 FUNCTION = "function_of_source"  # its name in a kernel's text, whose own functions may have the name that it has in its source
 
@@ -25,8 +26,8 @@ class WrittenStep(Graph):
     """
 
     def __init__(
-        self, core: str, takes: Mapping[str, torch.dtype], returns: Sequence[str], outputs: Mapping[str, torch.dtype],
-        carried: Mapping[str, str], absent: Container[str] = (),
+        self, core: str, takes: Mapping[Role, torch.dtype], returns: Sequence[str], outputs: Mapping[Role, torch.dtype],
+        carried: Mapping[Role, Role], absent: Container[str] = (),
     ):  # fmt: skip
         self._takes, self._returns, self._carried, self._absent = takes, returns, carried, absent
         inputs = {r: Node("input", (), dtype, r) for r, dtype in takes.items() if r not in absent}
@@ -34,11 +35,11 @@ class WrittenStep(Graph):
         super().__init__(core, inputs, {r: Node("written", tuple(inputs.values()), dtype, names[r]) for r, dtype in outputs.items()})
 
     def select(self, roles: Iterable[str]) -> WrittenStep:
-        outputs = {r: self.outputs[r].dtype for r in roles}
+        outputs = {r: self.outputs[r].dtype for r in map(Role.of, roles)}
         return WrittenStep(self.core, self._takes, self._returns, outputs, self._carried, self._absent)
 
     def for_cotangents(self, given: Iterable[str]) -> WrittenStep:
-        absent = {r for r in self._takes if r[:2] == "gy"} - set(given)
+        absent = {*of_kind(self._takes, Kind.OUTPUT_GRAD)} - set(given)
         outputs = {r: n.dtype for r, n in self.outputs.items()}
         return WrittenStep(self.core, self._takes, self._returns, outputs, self._carried, absent)
 
