@@ -1,6 +1,5 @@
 """What the documents show is what the code does."""
 
-import dataclasses
 import inspect
 import os
 import pkgutil
@@ -19,7 +18,6 @@ import flexsn
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import seed_faults  # noqa: E402  (tools/ is not a package)
 import stages  # noqa: E402
 import zoo  # noqa: E402
 
@@ -101,30 +99,6 @@ def test_pages_of_the_zoo_are_those_of_the_code():
     }
     assert set(zoo.PEERS) == set(flexsn.surrogate.__all__) - {"straight_through_estimator", "deterministic_pass"}
     assert set(zoo.CURVES) == set(zoo.PEERS) - {"custom_surrogate"}, "the page says that the plot has all but that one"
-
-
-def test_the_page_lists_every_seeded_fault_as_caught():
-    page = (ROOT / "docs" / "guarantees.md").read_text()
-    table = page[page.index(seed_faults.BEGIN) : page.index(seed_faults.END)].splitlines()
-    good = [{seed_faults.row(f, found) for found in (seed_faults.FAILED, seed_faults.TIMED_OUT) if seed_faults.is_caught(f, found)}
-            for f in seed_faults.FAULTS]  # fmt: skip
-    assert len(table) == 3 + len(good) and all(row in rows for row, rows in zip(table[3:], good, strict=True))
-
-
-def test_every_seeded_fault_finds_its_text():
-    counts = {f.name: (seed_faults.ROOT / "flexsn" / f.file).read_text().count(f.text) for f in seed_faults.FAULTS}
-    assert {name: count for name, count in counts.items() if count != 1} == {}
-
-
-def test_a_test_that_takes_for_ever_is_no_caught_fault(tmp_path):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_it.py").write_text("import time\ndef test_fails(): assert False\ndef test_sleeps(): time.sleep(60)\n")
-    found = [seed_faults.outcome(tmp_path, [f"test_it.py::{name}"], limit) for name, limit in (("test_fails", 60), ("test_sleeps", 1))]
-    assert found == [seed_faults.FAILED, seed_faults.TIMED_OUT]
-    fault = seed_faults.FAULTS[0]
-    hanging = dataclasses.replace(fault, hangs=True)
-    assert [seed_faults.is_caught(f, r) for f in (fault, hanging) for r in found] == [True, False, True, True]
-    assert "**no: timed out**" in seed_faults.row(fault, seed_faults.TIMED_OUT)
 
 
 def test_arguments_of_every_neuron_are_those_that_it_takes():
