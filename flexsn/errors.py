@@ -7,6 +7,8 @@ Every message names the core, then the operand or op, then the user's source lin
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class FlexSNError(Exception):
     """Base of all errors raised by flexsn.
@@ -27,12 +29,12 @@ class FlexSNError(Exception):
             text += f"\n  {hint}"
         self.args = (text,)  # Dynamo cannot follow `super().__init__` here
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         fields = {"reason": self.reason, "core": self.core, "line": self.line, "hint": self.hint}
         return (_rebuild, (type(self), self.args, fields))
 
 
-def _rebuild(cls, args, fields):
+def _rebuild(cls: type[FlexSNError], args: tuple[str], fields: dict[str, str | None]) -> FlexSNError:
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(fields)

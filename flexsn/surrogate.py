@@ -53,13 +53,13 @@ class _Spike(torch.autograd.Function):
     """`step(x)`, with `gradient(x)` as its derivative."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, step: Function, gradient: Function) -> Tensor:
+    def forward(ctx: Any, x: Tensor, step: Function, gradient: Function) -> Tensor:
         ctx.save_for_backward(x)
         ctx.gradient = gradient
         return step(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
         (x,) = ctx.saved_tensors
         return grad * ctx.gradient(x), None, None
 
@@ -74,18 +74,18 @@ class _TransformedSpike(torch.autograd.Function):
         return step(x)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, _, ctx.gradient = inputs
         ctx.save_for_backward(x)
         ctx.save_for_forward(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None, None]:
         (x,) = ctx.saved_tensors
         return grad * ctx.gradient(x), None, None
 
     @staticmethod
-    def jvp(ctx, tangent: Tensor, *_):
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         (x,) = ctx.saved_tensors
         return tangent * ctx.gradient(x)
 

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 _OWN: dict[Any, Callable[..., Any]] = {}
 
 
-def _own(*overloads: str):
+def _own(*overloads: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         for overload in overloads:
             packet, _, name = overload.partition(".")
@@ -36,7 +36,7 @@ def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
     """As eager: 16-bit floats are computed in float32 and rounded once, at the end."""
 
     @functools.wraps(fn)
-    def wide(*args, **kwargs):
+    def wide(*args: Any, **kwargs: Any) -> Any:
         dtypes = {a.dtype for a in args if isinstance(a, Tensor)}
         if len(dtypes) > 1 or not dtypes <= set(HALF):
             return fn(*args, **kwargs)

@@ -261,7 +261,7 @@ def check_values(sig: Signature, values: Sequence[Tensor], device: torch.device)
             raise DeviceMismatchError(f"return value {i} is on {value.device} but the operands are on {device}", core=sig.core)
 
 
-def check_returns(sig: Signature, returned, num_outputs: int | None) -> tuple[Tensor, ...]:
+def check_returns(sig: Signature, returned: Any, num_outputs: int | None) -> tuple[Tensor, ...]:
     """What the core returned, as a tuple of outputs + states."""
     values = (returned,) if isinstance(returned, Tensor) else returned
     if not isinstance(values, (tuple, list)):

@@ -20,13 +20,13 @@ from ..surrogate import atan
 Run = Callable[[Tensor], Tensor]
 
 
-def _lif(x, v):
+def _lif(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     h = v + (x - v) / 2.0
     s = atan(h - 1.0)
     return s, h * (1.0 - s)
 
 
-def _adaptive(x, v, a):
+def _adaptive(x: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     h = v * 0.9 + x * 0.1
     s = atan(h - 0.25 * (1.0 + a))
     return s, h * (1.0 - s), a * 0.95 + 0.2 * s

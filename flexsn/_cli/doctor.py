@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._report.subject import machine_facts
 from .._report.words import seconds, total
@@ -97,7 +98,7 @@ def _device_for(name: str) -> torch.device | None:
     return torch.device("cpu")
 
 
-def _lif(x, v):
+def _lif(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     h = v + (x - v) * 0.5
     s = atan(h - 1.0)
     return s, h * (1.0 - s)

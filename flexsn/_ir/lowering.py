@@ -7,7 +7,7 @@ through PyTorch's decompositions until it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def lower(
     return low.b.graph({role: low.b.convert(v, dtypes.get(role, v.dtype)) for role, v in values.items()}), low.params
 
 
-def _topological(roots) -> list[fx.Node]:
+def _topological(roots: Iterable[fx.Node]) -> list[fx.Node]:
     live: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -125,7 +125,7 @@ def _names(outputs: Mapping[Role, fx.Node]) -> dict[fx.Node, str]:
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------------
-def _rule(*overloads: str):
+def _rule(*overloads: str) -> Callable[[Rule], Rule]:
     def register(fn: Rule) -> Rule:
         for overload in overloads:
             packet, _, name = overload.partition(".")

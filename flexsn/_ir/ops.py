@@ -7,7 +7,7 @@ several of these are composed in `_ir/lowering.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,9 @@ class Op:
 OPS: dict[str, Op] = {}
 
 
-def _op(name, arity, eager, aten=(), *, result="same", promote="default") -> None:
+def _op(
+    name: str, arity: int, eager: Callable[..., Tensor], aten: str | Sequence[str] = (), *, result: str = "same", promote: str = "default"
+) -> None:
     OPS[name] = Op(name, arity, eager, result, (aten,) if isinstance(aten, str) else tuple(aten), promote)
 
 

@@ -19,6 +19,7 @@ import stat
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import BuildError
@@ -142,7 +143,7 @@ def _is_cut_off(folder: Path, since: float) -> bool:
 
 
 @contextlib.contextmanager
-def workshop(path: Path):
+def workshop(path: Path) -> Iterator[Path]:
     """A folder beside an entry, to build it in; those that killed processes left go."""
     with contextlib.suppress(OSError):
         for old in abandoned(path.parent, _ABANDONED):

@@ -159,11 +159,11 @@ class Swapped(FlexSN):
         self._lend_attributes()
 
     # --- the rest -----------------------------------------------------------------------------------------------------
-    def _load_from_state_dict(self, state_dict, prefix, *args):
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for key in self.old_keys:
             if prefix + key in state_dict:
                 value = state_dict.pop(prefix + key)
-                if key in self.core.state_dict():
+                if isinstance(self.core, nn.Module) and key in self.core.state_dict():
                     state_dict[f"{prefix}core.{key}"] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
 
