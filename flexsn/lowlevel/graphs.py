@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def generate_inference_graph(fn: Callable[..., Any], example_inputs: Sequence[Any]) -> fx.Graph:
-    """The flat ATen graph of `fn`: one placeholder per example, no `detach`, nothing in place.
+    """Return the flat ATen graph of `fn`: one placeholder per example, no `detach`, nothing in place.
 
     Args:
         fn: returns a tensor, or a list or tuple of tensors.
@@ -47,7 +47,7 @@ def generate_inference_graph(fn: Callable[..., Any], example_inputs: Sequence[An
 def generate_forward_and_backward_graph(
     fn: Callable[..., Any], example_inputs: Sequence[Any], requires_grad: Sequence[bool] | None = None
 ) -> tuple[fx.Graph, fx.Graph]:
-    """`fn` and its backward as two flat ATen graphs, cut such that little is saved between them.
+    """Return `fn` and its backward as two flat ATen graphs, cut such that little is saved between them.
 
     Args:
         fn: returns a tensor, or a list or tuple of tensors.
@@ -68,7 +68,8 @@ def generate_forward_and_backward_graph(
     if len(flags) != len(traced.examples):
         raise GraphCaptureError(f"{len(flags)} flags in `requires_grad` for {len(traced.examples)} examples", core=traced.name)
     with _capturing(traced, flags) as tensors:
-        returned = traced.look(tensors)
+        traced(*tensors)
+        returned = traced.differentiable
         if not any(returned):
             raise GraphCaptureError("returns nothing that is differentiable in its examples", core=traced.name)
         joint = aot_graph(traced, tensors, joint=True)
@@ -81,7 +82,7 @@ def generate_forward_and_backward_graph(
 
 
 def output_values(graph: fx.Graph) -> list[fx.Node | None]:
-    """What a graph returns, as a list."""
+    """Return what a graph returns, as a list."""
     (output,) = graph.find_nodes(op="output")
     returned = output.args[0]
     return list(returned) if isinstance(returned, (tuple, list)) else [returned]
@@ -107,15 +108,10 @@ class _Traced:
         self.differentiable = [copy.requires_grad for copy in copies]
         return copies
 
-    def look(self, tensors: Sequence[Tensor]) -> list[bool]:
-        """Which returns are differentiable."""
-        self(*tensors)
-        return self.differentiable
-
 
 @contextlib.contextmanager
 def _capturing(traced: _Traced, flags: Sequence[bool]) -> Iterator[list[Tensor]]:
-    """Fake tensors like the examples, in the surroundings in which a core is traced."""
+    """Give fake tensors like the examples, in the surroundings in which a core is traced."""
     require("flexsn.lowlevel")
     require("fused kernels")
     load_aot()
@@ -141,7 +137,7 @@ def _like(example: Tensor, differentiate: bool) -> Tensor:
 
 
 def _clean(graph: fx.Graph, num_returns: int) -> None:
-    """Without what is no computation: `detach`, assertions, and the copies that `_Traced` makes."""
+    """Remove what is no computation: `detach`, assertions, and the copies that `_Traced` makes."""
     copies = {n for n in output_values(graph)[:num_returns] if n is not None and n.target is aten.clone.default}
     for node in list(graph.nodes):
         of_example = node.target is aten.clone.default and node.args[0].op == "placeholder"
@@ -160,7 +156,7 @@ def _name_cotangents(graph: fx.Graph, returns: Sequence[int]) -> None:
 
 
 def _pass_through(graph: fx.Graph, examples: Sequence[Any]) -> None:
-    """A placeholder for every example, used or not."""
+    """Give every example a placeholder, used or not."""
     placeholders = graph.find_nodes(op="placeholder")
     after = next(n for n in graph.nodes if n.op != "placeholder")
     for k, example in enumerate(examples):
@@ -170,7 +166,7 @@ def _pass_through(graph: fx.Graph, examples: Sequence[Any]) -> None:
 
 
 def _pass_back(graph: fx.Graph, examples: Sequence[Any]) -> None:
-    """A gradient, or None, for every example."""
+    """Return a gradient, or None, for every example."""
     (output,) = graph.find_nodes(op="output")
     found = iter(output_values(graph))
     output.args = ([next(found) if isinstance(e, Tensor) else None for e in examples],)

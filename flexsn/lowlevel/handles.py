@@ -5,6 +5,7 @@ An entry lives while somebody owns it (a module, say) or uses it (a recorded aut
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -19,7 +20,7 @@ from .kernels import StepKernel
 _lock = threading.RLock()  # a finalizer may run while its thread holds it
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as the standard library does
 _entries: dict[int, FlexSNKernelHandle] = {}
-_count = 0
+_numbers = itertools.count(1)
 
 
 @dataclass
@@ -42,21 +43,19 @@ def register_flexsn_kernel_handle(
     inference_final_state_kernel: StepKernel | None = None, inference_final_state_info: FlexSNInfo | None = None,
     forward_kernel: StepKernel | None = None, backward_kernel: StepKernel | None = None, training_info: FlexSNInfo | None = None,
 ) -> int:  # fmt: skip
-    """A new handle, owned once: numbers count from 1 and are never used again."""
-    global _count
+    """Return a new handle, owned once: numbers count from 1 and are never used again."""
     entry = FlexSNKernelHandle(
         inference_kernel, inference_info, inference_final_state_kernel, inference_final_state_info, forward_kernel, backward_kernel,
         training_info,
     )  # fmt: skip
     with _lock:
-        _count += 1
-        handle = _count
+        handle = next(_numbers)
         _entries[handle] = entry
     return handle
 
 
 def get_flexsn_kernel_handle(handle: Any) -> FlexSNKernelHandle:
-    """The entry of a handle.
+    """Return the entry of a handle.
 
     Raises:
         RuntimeError: there is none.
@@ -69,16 +68,12 @@ def get_flexsn_kernel_handle(handle: Any) -> FlexSNKernelHandle:
 
 def retain_flexsn_kernel_handle(handle: Any) -> None:
     """Use a handle once more; raises as `get_flexsn_kernel_handle`."""
-    number = handle_number(handle)
-    with _lock:
-        _known(number).active_refs += 1
+    _retain(handle, "active_refs")
 
 
 def retain_owner_flexsn_kernel_handle(handle: Any) -> None:
     """Own a handle once more; raises as `get_flexsn_kernel_handle`."""
-    number = handle_number(handle)
-    with _lock:
-        _known(number).owner_refs += 1
+    _retain(handle, "owner_refs")
 
 
 def release_flexsn_kernel_handle(handle: Any) -> None:
@@ -104,7 +99,7 @@ def attach_flexsn_handle_finalizer(owner: Any, handle: Any) -> weakref.finalize:
 
 
 def handle_number(handle: Any) -> int:
-    """A handle as an int; raises `TypeError` for what is none."""
+    """Return a handle as an int; raise `TypeError` for what is none."""
     if isinstance(handle, Tensor) and handle.numel() != 1:
         raise TypeError(f"a kernel handle is one number, not a tensor of {handle.numel()}")
     try:
@@ -118,6 +113,13 @@ def _known(number: int) -> FlexSNKernelHandle:
     if entry is None:
         raise RuntimeError(f"flexsn: there is no kernel handle {number}; it was released, or never registered")
     return entry
+
+
+def _retain(handle: Any, kind: str) -> None:
+    number = handle_number(handle)
+    with _lock:
+        entry = _known(number)
+        setattr(entry, kind, getattr(entry, kind) + 1)
 
 
 def _release(handle: Any, kind: str) -> None:

@@ -96,10 +96,9 @@ class FlexSNInfo(_Fields):
         """What the backward reads, in the order of `c2k_return_mapping`: its inputs."""
         return [Role(Kind.INPUT, self.num_inputs + m) for m, _ in enumerate(self.c2k_return_mapping)]
 
-    @property
-    def cotangents(self) -> list[Role]:
-        """Of outputs and new states, at one step."""
-        return [*roles(Kind.OUTPUT_GRAD, self.num_outputs), *roles(Kind.STATE_GRAD, self.num_states)]
+    def cotangents(self, *, final: bool) -> list[Role]:
+        """Return the roles of cotangents: of outputs, and of final states (so also at one step) or of state sequences."""
+        return [*roles(Kind.OUTPUT_GRAD, self.num_outputs), *roles(Kind.STATE_GRAD if final else Kind.STATES_GRAD, self.num_states)]
 
     # --- a call ----------------------------------------------------------------------------------------------------------------
     def dtypes(self, given: Mapping[Role, torch.dtype]) -> dict[Role, torch.dtype]:

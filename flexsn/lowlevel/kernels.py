@@ -37,6 +37,10 @@ class StepKernel:
         core: name of its step.
     """
 
+    _backend: str | None = None  # the only one that it runs on
+    _hint: str | None = None  # where that refuses
+    _source = ""  # what stands before the text of the kernel
+
     def __init__(self, kind: str, info: FlexSNInfo, core: str):
         self.kind, self.info, self.core = kind, info, core
         self._loaded: dict[tuple, Any] = {}
@@ -63,22 +67,34 @@ class StepKernel:
         """Return what the kernel reads beside its operands, by role."""
         return {}
 
-    def _load(self, device: torch.device, storage: Dtypes, present: tuple[str, ...]) -> Any:
+    def _step(self, device: torch.device, storage: Dtypes) -> Graph:
         raise NotImplementedError
 
-    def _plan(self, backend: Backend, step: Graph, ops: int, storage: Dtypes, present: Sequence[str]) -> plan.Plan:
-        """Plan the walk over T. All that a backward reads of the forward was saved: it computes no states again, and has no checkpoints."""
+    def _load(self, device: torch.device, storage: Dtypes, present: tuple[str, ...]) -> Any:
+        backend = BACKENDS[self._backend or backend_of(device)]
+        refused = backend.refuses(device)
+        if refused is not None:
+            raise BackendError(refused, core=self.core, hint=self._hint)
+        return backend.load(*self._render(backend, self._step(device, storage), storage, present))
+
+    def _render(self, backend: Backend, step: Graph, storage: Dtypes, present: Sequence[str]) -> tuple[plan.Plan, str]:
+        """Plan the walk over T, and write it. A backward reads what was saved of every step: it needs no checkpoints."""
         storage = {**storage, **{r: step.inputs[r].dtype for r in of_kind(step.inputs, Kind.PARAM)}}
+        ops = len(step.nodes) or self._source.count("\n")  # about an op per line
         chunk = backend.chunk(self.info.num_inputs, self.info.num_states, ops, 4, self.kind == "backward")
         if self.kind == "backward":
-            return plan.plan_backward(step, storage, chunk=chunk, wanted=list(step.outputs), cotangents=present)
-        stored = self.info.returns[: self.info.num_stored(self.kind)]
-        return plan.plan_forward(step.select([*stored, *self.info.states]), storage, chunk=chunk, checkpoint=False, sequences=False)
+            made = plan.plan_backward(step, storage, chunk=chunk, wanted=list(step.outputs), cotangents=present)
+        else:
+            stored = step.select([*self.info.returns[: self.info.num_stored(self.kind)], *self.info.states])
+            made = plan.plan_forward(stored, storage, chunk=chunk, checkpoint=False, sequences=False)
+        return made, self._source + backend.render(made)
 
 
 # --- from the source of a step ---------------------------------------------------------------------------------------------------
 class SourceKernel(StepKernel):
     """A kernel of a given step function in Triton."""
+
+    _backend, _hint = "triton", "Kernels that `build_*` makes of a core run on the CPU too."
 
     def __init__(self, kind: str, core_str: str, core_name: str, info: FlexSNInfo, verbose: bool):
         super().__init__(kind, info, core_name)
@@ -91,15 +107,10 @@ class SourceKernel(StepKernel):
 
     def render(self, present: Sequence[str] | None = None) -> tuple[plan.Plan, str]:
         """Return plan and text for the dtypes of the info, by default with every cotangent."""
-        every = [r.to(Kind.STATES_GRAD) if r.kind is Kind.STATE_GRAD else r for r in self.info.cotangents]
-        return self._render(self.info.dtypes({}), every if present is None else present)
+        storage, every = self.info.dtypes({}), self.info.cotangents(final=False)
+        return self._render(BACKENDS["triton"], self._step(torch.device("cuda"), storage), storage, every if present is None else present)
 
-    def _render(self, storage: Dtypes, present: Sequence[str]) -> tuple[plan.Plan, str]:
-        backend = BACKENDS["triton"]
-        made = self._plan(backend, self._step(storage), self._source.count("\n"), storage, present)  # about an op per line
-        return made, self._source + backend.render(made)
-
-    def _step(self, storage: Dtypes) -> WrittenStep:
+    def _step(self, device: torch.device, storage: Dtypes) -> WrittenStep:
         info = self.info
         if self.kind == "backward":
             takes = {r: storage[r] for r in info.saved} | {r: storage[r.primal] for r in self._cotangents}
@@ -111,17 +122,11 @@ class SourceKernel(StepKernel):
         carried = {v: Role(Kind.OUTPUT, info.num_outputs + k) for k, v in enumerate(info.states)}
         return WrittenStep(self.core, {r: storage[r] for r in info.args}, returns, outputs, carried)
 
-    def _load(self, device: torch.device, storage: Dtypes, present: tuple[str, ...]) -> Any:
-        refused = BACKENDS["triton"].refuses(device)
-        if refused is not None:
-            raise BackendError(refused, core=self.core, hint="Kernels that `build_*` makes of a core run on the CPU too.")
-        return BACKENDS["triton"].load(*self._render(storage, present))
-
 
 def _cotangents(function: Any, info: FlexSNInfo) -> list[Role]:
     """Return the roles of the cotangents that a backward step function takes: all of them, or those that it names `grad_k`."""
     names = list(function.arg_names)[len(info.c2k_return_mapping) :]
-    roles = info.cotangents
+    roles = info.cotangents(final=True)
     if len(names) == len(roles):
         return roles
     by_name = {f"grad_{k}": role for k, role in enumerate(roles)}
@@ -175,36 +180,31 @@ class GraphKernel(StepKernel):
         super().__init__(kind, info, core)
         self._graph = graph
         self._closed: dict[str, ClosedStep] = {}
-        self._step(example_device(graph))
+        self._close(example_device(graph))
 
-    def _step(self, device: torch.device) -> ClosedStep:
+    def _step(self, device: torch.device, storage: Dtypes) -> Graph:
+        return self._close(device).graph
+
+    def params(self, device: torch.device) -> dict[Role, Tensor]:
+        return self._close(device).params()
+
+    def _close(self, device: torch.device) -> ClosedStep:
         """Return the step over the closed op set, by the eager rules of a device."""
         if device.type not in self._closed:
             info = self.info
-            storage = info.dtypes({})
             if self.kind == "backward":
-                roles = {f"grad_{k}": role for k, role in enumerate(info.cotangents)}
+                roles = {f"grad_{k}": role for k, role in enumerate(info.cotangents(final=True))}
                 cotangents = self._graph.find_nodes(op="placeholder")[len(info.saved) :]
-                takes = [*info.saved, *(roles[n.name] for n in cotangents)]
+                takes, carried = [*info.saved, *(roles[n.name] for n in cotangents)], {v.grad: v for v in info.states}
                 gives = {r.grad: k for k, r in enumerate(info.args)}
-                carried = {v.grad: storage[v] for v in info.states}
             else:
-                takes, carried = info.args, {v: storage[v] for v in info.states}
+                takes, carried = info.args, {v: v for v in info.states}
                 first = [k for k, name in enumerate(info.fwd_core_recipients) if name != "_"]
                 gives = dict(zip(info.returns, first, strict=True)) | {v: info.num_outputs + k for k, v in enumerate(info.states)}
-            self._closed[device.type] = ClosedStep(self._graph, self.core, takes, gives, carried, device)
+            storage = info.dtypes({})
+            kept = {role: storage[v] for role, v in carried.items()}
+            self._closed[device.type] = ClosedStep(self._graph, self.core, takes, gives, kept, device)
         return self._closed[device.type]
-
-    def params(self, device: torch.device) -> dict[Role, Tensor]:
-        return self._step(device).params()
-
-    def _load(self, device: torch.device, storage: Dtypes, present: tuple[str, ...]) -> Any:
-        backend, step = BACKENDS[backend_of(device)], self._step(device).graph
-        refused = backend.refuses(device)
-        if refused is not None:
-            raise BackendError(refused, core=self.core)
-        made = self._plan(backend, step, len(step.nodes), storage, present)
-        return backend.load(made, backend.render(made))
 
 
 def build_inference_kernel(

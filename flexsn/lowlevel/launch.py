@@ -72,14 +72,29 @@ def flexsn_backward(
             number of templates, or operands that do not fit.
     """
     _expect(f, "backward")
-    count = info.num_returns
-    if len(args) != count + len(info.c2k_return_mapping):
-        raise OperandCountError(f"{len(args)} arguments for {count} cotangents and {len(info.c2k_return_mapping)} saved tensors")
-    grads = [_checked(t, "cotangent") for t in args[:count]]
-    saved = [_required(t, "saved tensor") for t in args[count:]]
-    inputs = input_likes(info, grads, input_templates)
-    states = state_likes(info, grads, state_templates)
-    return tuple(backward(f, info, grads[: info.num_outputs], grads[info.num_outputs :], [None] * info.num_states, saved, inputs, states))
+    roles = info.cotangents(final=False)
+    if len(args) != len(roles) + len(info.saved):
+        raise OperandCountError(f"{len(args)} arguments for {len(roles)} cotangents and {len(info.saved)} saved tensors")
+    grads = [_checked(t, "cotangent") for t in args[: len(roles)]]
+    saved = [_required(t, "saved tensor") for t in args[len(roles) :]]
+    outputs, sequences = grads[: info.num_outputs], grads[info.num_outputs :]
+    inputs = _templates(input_templates, info.num_inputs, "input")
+    if inputs is None:
+        inputs = [g for g in outputs if g is not None][:1]
+        if info.num_inputs > 1 or not inputs:
+            raise OperandCountError(f"{info.num_inputs} inputs, or no cotangent of an output: `input_templates` are needed")
+    states = _templates(state_templates, info.num_states, "state")
+    if states is None:
+        states = [g.new_empty(()).expand(g.shape[1:]) for g in sequences if g is not None and g.dim() > 0]
+        if len(states) != info.num_states:
+            raise OperandCountError("where a state sequence has no cotangent, `state_templates` are needed")
+    return tuple(backward(f, info, {r: g for r, g in zip(roles, grads, strict=True) if g is not None}, saved, inputs, states))
+
+
+def _templates(given: Sequence[Tensor] | None, count: int, what: str) -> list[Tensor] | None:
+    if given is not None and len(given) != count:
+        raise OperandCountError(f"{len(given)} {what} templates for {count} {what}s")
+    return None if given is None else [_required(t, f"{what} template") for t in given]
 
 
 def flexsn_backward_ncl_bucket(ncl: int) -> int:
@@ -127,17 +142,15 @@ class Operands:
 
     def returns(self, kind: str) -> list[ArrayMeta]:
         """Return shapes and dtypes of the sequences that a kernel of this kind stores."""
-        return [
-            ((self.T, *self._info.return_shape(j, self.step)), self._dtypes[Role(Kind.OUTPUT, j)])
-            for j in range(self._info.num_stored(kind))
-        ]
+        stored = self._info.returns[: self._info.num_stored(kind)]
+        return [((self.T, *self._info.return_shape(j, self.step)), self._dtypes[role]) for j, role in enumerate(stored)]
 
     def finals(self) -> list[ArrayMeta]:
         """Return shapes and dtypes of the final states: an initial one sets its dtype, and at `T == 0` its shape."""
         found: list[ArrayMeta] = []
-        for k, v in enumerate(self.states):
+        for k, (role, v) in enumerate(zip(self._info.states, self.states, strict=True)):
             shape = self._info.return_shape(self._info.num_outputs + k, self.step)
-            found.append((shape, self._dtypes[Role(Kind.STATE, k)]) if v is None else (shape if self.T else tuple(v.shape), v.dtype))
+            found.append((shape, self._dtypes[role]) if v is None else (shape if self.T else tuple(v.shape), v.dtype))
         return found
 
 
@@ -151,8 +164,8 @@ def forward(f: StepKernel, info: FlexSNInfo, args: Sequence[Tensor | None], kind
         ends = [torch.zeros(s, dtype=d, device=given.device) if v is None else _copy(v) for v, (s, d) in metas]
         return [torch.empty(shape, dtype=dtype, device=given.device) for shape, dtype in returns], ends
     written = _launch(f, given.arrays(), given.T, given.step, given.device, ())
-    sequences = [narrow(written[Role(Kind.OUTPUT, j)], shape, 1) for j, (shape, _) in enumerate(returns)]
-    return sequences, [narrow(written[Role(Kind.STATE, k)], shape, 0).to(dtype) for k, (shape, dtype) in enumerate(finals)]
+    sequences = [narrow(written[role], shape, 1) for role, (shape, _) in zip(info.returns, returns, strict=False)]
+    return sequences, [narrow(written[v], shape, 0).to(dtype) for v, (shape, dtype) in zip(info.states, finals, strict=True)]
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -160,70 +173,36 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 # --- backward ----------------------------------------------------------------------------------------------------------------------
-def input_likes(info: FlexSNInfo, grads: Sequence[Tensor | None], templates: Sequence[Tensor] | None) -> list[Tensor]:
-    """Return tensors like the input sequences."""
-    if templates is not None:
-        if len(templates) != info.num_inputs:
-            raise OperandCountError(f"{len(templates)} input templates for {info.num_inputs} inputs")
-        return [_required(t, "input template") for t in templates]
-    if info.num_inputs > 1:
-        raise OperandCountError(f"{info.num_inputs} inputs need `input_templates`")
-    like = next((g for g in grads[: info.num_outputs] if g is not None), None)
-    if like is None:
-        raise OperandCountError("without a cotangent of an output, `input_templates` are needed")
-    return [like]
-
-
-def state_likes(info: FlexSNInfo, grads: Sequence[Tensor | None], templates: Sequence[Tensor] | None) -> list[Tensor]:
-    """Return tensors like the initial states."""
-    if templates is not None:
-        if len(templates) != info.num_states:
-            raise OperandCountError(f"{len(templates)} state templates for {info.num_states} states")
-        return [_required(t, "state template") for t in templates]
-    likes = [g.new_empty(()).expand(g.shape[1:]) for g in grads[info.num_outputs :] if g is not None and g.dim() > 0]
-    if len(likes) != info.num_states:
-        raise OperandCountError("where a state sequence has no cotangent, `state_templates` are needed")
-    return likes
-
-
 def backward(
-    f: StepKernel, info: FlexSNInfo, outputs: Sequence[Tensor | None], sequences: Sequence[Tensor | None],
-    finals: Sequence[Tensor | None], saved: Sequence[Tensor], inputs: Sequence[Tensor], states: Sequence[Tensor],
+    f: StepKernel, info: FlexSNInfo, cotangents: Mapping[Role, Tensor], saved: Sequence[Tensor], inputs: Sequence[Tensor],
+    states: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    """Return gradients like `inputs` and `states`.
+    """Run a backward kernel; return gradients like `inputs` and `states`.
 
     Args:
-        outputs: cotangents of output sequences.
-        sequences: cotangents of state sequences.
-        finals: cotangents of final states.
+        cotangents: those that are there, by role (`FlexSNInfo.cotangents`).
         saved: what `flexsn_forward` saved.
     """
-    steps = [g for g in (*outputs, *sequences) if g is not None]
+    ends = of_kind(cotangents, Kind.STATE_GRAD)
+    steps = [g for role, g in cotangents.items() if role not in ends]
     if any(t.dim() == 0 for t in (*steps, *saved, *inputs)):
         raise SequenceLengthError("cotangents, saved tensors and input templates are sequences [T, *shape]")
-    lengths = {g.shape[0] for g in (*steps, *inputs)}
+    lengths = {t.shape[0] for t in (*steps, *inputs)}
     if len(lengths) > 1:
         raise SequenceLengthError(f"cotangents and input templates differ in T: {sorted(lengths)}")
-    _same_device([*steps, *finals, *saved])
+    _same_device([*cotangents.values(), *saved])
     T = inputs[0].shape[0]
-    known = [*steps, *(g for g in finals if g is not None)]
-    if T == 0 or not known:
-        ends = [torch.zeros(v.shape, dtype=v.dtype, device=v.device) for v in states]
-        for k, final in enumerate(finals):
-            ends[k] = ends[k] if final is None else ends[k] + final.to(ends[k])
-        return [*(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in inputs), *ends]
+    likes = [(role.grad, like, int(role.kind is Kind.INPUT)) for role, like in zip(info.args, (*inputs, *states), strict=False)]
+    if T == 0 or not cotangents:
+        written = {role: _copy(cotangents[role]) for role in ends}  # without steps the end is the start
+        return [_gradient(written.get(role), like, leading) for role, like, leading in likes]
     if any(t.shape[0] != T for t in saved):
         raise SequenceLengthError(f"a saved tensor has another T than the {T} of the cotangents")
-    shapes = [tuple(t.shape[1:]) for t in (*steps, *saved, *inputs)] + [tuple(v.shape) for v in states]
-    step = info.step_shape(shapes)
-    arrays = dict(zip(info.saved, saved, strict=True))
-    for kind, cotangents in ((Kind.OUTPUT_GRAD, outputs), (Kind.STATES_GRAD, sequences), (Kind.STATE_GRAD, finals)):
-        arrays |= {Role(kind, k): g for k, g in enumerate(cotangents) if g is not None}
-    present = tuple(sorted(of_kind(arrays, Kind.OUTPUT_GRAD, Kind.STATES_GRAD)))
-    written = _launch(f, arrays, T, step, known[0].device, present)
-    found = [(written.get(Role(Kind.INPUT_GRAD, k)), x, 1) for k, x in enumerate(inputs)]
-    found += [(written.get(Role(Kind.STATE_GRAD, k)), v, 0) for k, v in enumerate(states)]
-    return [_gradient(grad, like, leading) for grad, like, leading in found]
+    step = info.step_shape([tuple(t.shape[1:]) for t in (*steps, *saved, *inputs)] + [tuple(v.shape) for v in states])
+    arrays = {**dict(zip(info.saved, saved, strict=True)), **cotangents}
+    device = next(iter(cotangents.values())).device
+    written = _launch(f, arrays, T, step, device, tuple(sorted([role for role in cotangents if role not in ends])))
+    return [_gradient(written.get(role), like, leading) for role, like, leading in likes]
 
 
 def _gradient(grad: Tensor | None, like: Tensor, leading: int) -> Tensor:
@@ -251,20 +230,16 @@ def _expect(f: Any, kind: str) -> None:
         raise OperandTypeError(f"needs a kernel of kind `{kind}` and was given {f!r}")
 
 
-def _checked(tensor: Any, what: str) -> Tensor | None:
-    if tensor is not None and not isinstance(tensor, Tensor):
+def _required(tensor: Any, what: str) -> Tensor:
+    if not isinstance(tensor, Tensor):
         raise OperandTypeError(f"{what} must be a tensor, not {type(tensor).__name__}")
-    if tensor is not None and tensor.dtype not in DTYPES:
+    if tensor.dtype not in DTYPES:
         raise UnsupportedDtypeError(f"{what} has dtype {tensor.dtype}")
     return tensor
 
 
-def _required(tensor: Any, what: str) -> Tensor:
-    if tensor is None:
-        raise OperandTypeError(f"{what} is None")
-    checked = _checked(tensor, what)
-    assert checked is not None
-    return checked
+def _checked(tensor: Any, what: str) -> Tensor | None:
+    return None if tensor is None else _required(tensor, what)
 
 
 def _same_device(tensors: Sequence[Tensor | None]) -> None:

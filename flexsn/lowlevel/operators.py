@@ -130,14 +130,12 @@ def _backward(
 ) -> list[Tensor]:
     """`final`: the cotangents after those of the outputs are of final states, not of state sequences."""
     kernel, info = _get(handle, "backward_kernel"), _get(handle, "training_info")
-    if len(grad_outputs) != info.num_returns or len(saved_tensors) != len(info.c2k_return_mapping):
+    roles = info.cotangents(final=final)
+    if len(grad_outputs) != len(roles) or len(saved_tensors) != len(info.saved):
         raise OperandCountError(f"{len(grad_outputs)} cotangents and {len(saved_tensors)} saved tensors")
-    templates, states = _complete(info, input_templates), list(grad_outputs[info.num_outputs :])
-    none: list[Tensor | None] = [None] * info.num_states
-    found = launch.backward(
-        kernel, info, grad_outputs[: info.num_outputs], none if final else states, states if final else none, saved_tensors,
-        templates[: info.num_inputs], templates[info.num_inputs :],
-    )  # fmt: skip
+    cotangents = {r: g for r, g in zip(roles, grad_outputs, strict=True) if g is not None}
+    likes = _complete(info, input_templates)
+    found = launch.backward(kernel, info, cotangents, saved_tensors, likes[: info.num_inputs], likes[info.num_inputs :])
     return found[: len(input_templates)]
 
 
@@ -178,7 +176,7 @@ class _Training(torch.autograd.Function):
     def backward(ctx, *grads):
         if torch.is_grad_enabled():
             raise DoubleBackwardError("a kernel of a handle is differentiated with create_graph=True, and has no second derivative")
-        info: FlexSNInfo = _get(ctx.handle, "training_info")
+        info = _info(ctx.handle, "training")
         count = len(ctx.saved_tensors) - ctx.num_args
         saved, templates = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
         given = list(grads[: info.num_returns])
@@ -220,16 +218,13 @@ def _without_gradient(operator: Callable) -> Callable:
     return rule
 
 
-def _training(kind: str, handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    if not _recorded(handle, flat_args):
+def _named(kind: str, handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
+    """Run an operator with a name of its own, recorded for autograd where it is one of training."""
+    if kind not in _TRAINING or not _recorded(handle, flat_args):
         return torch.ops.flexsn.handle_forward(handle, kind, flat_args)
     if transforms_active():
         _refuse_transform(handle, active_transforms()[-1])
     return list(_Training.apply(kind, handle, *flat_args))
-
-
-def _inference(kind: str, handle: int, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    return torch.ops.flexsn.handle_forward(handle, kind, flat_args)
 
 
 def _define(name: str, schema: str, run: Callable, fake: Callable | None = None) -> None:
@@ -246,5 +241,5 @@ _ARGS, _GRADS = "Tensor[] flat_args", "Tensor?[] grad_outputs, Tensor[] saved_te
 _define("handle_forward", f"int handle, str kind, {_ARGS}", _forward, _fake_forward)
 _define("handle_backward", f"int handle, bool final, {_GRADS}", _backward, _fake_backward)
 for _kind in (*_INFERENCE, *_TRAINING):
-    _define(f"flexsn_inductor_{_kind}", f"int handle, {_ARGS}", functools.partial(_training if _kind in _TRAINING else _inference, _kind))
+    _define(f"flexsn_inductor_{_kind}", f"int handle, {_ARGS}", functools.partial(_named, _kind))
 _define("flexsn_inductor_backward", f"int handle, {_GRADS}", lambda handle, *args: torch.ops.flexsn.handle_backward(handle, False, *args))

@@ -5,13 +5,14 @@ An ATen graph is replayed as a core: recorded, decomposed and lowered by the sta
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
 import threading
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -56,7 +57,7 @@ class ClosedStep:
             BackendUnavailableError: an internal interface of PyTorch has moved.
         """
         require("fused kernels")
-        self._constants = {n.target: _attribute(graph, n.target) for n in graph.nodes if n.op == "get_attr"}
+        self._constants = {str(n.target): _attribute(graph, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
         leaves = graph.find_nodes(op="placeholder")
         names = [*(n.name for n in leaves), *(f"captured_{target}" for target in self._constants)]
         sig = Signature(name, len(leaves), 0, len(self._constants), tuple(names))
@@ -67,8 +68,10 @@ class ClosedStep:
         device = device or example_device(graph)
 
         def replay(*operands: Tensor) -> list[Tensor]:
-            constants = dict(zip(self._constants, operands[len(leaves) :], strict=True))
-            return _replay(graph, operands[: len(leaves)], constants, list(found.values()))
+            run = _Replay(graph, dict(zip(self._constants, operands[len(leaves) :], strict=True)))
+            returned = run.run(*operands[: len(leaves)])
+            returned = returned if isinstance(returned, (tuple, list)) else [returned]
+            return [returned[gives[role]] for role in found]
 
         try:
             recorded = trace(replay, sig, metas, device, {}, vjp=False)
@@ -99,32 +102,22 @@ def example_device(graph: fx.Graph) -> torch.device:
     return next((v.device for v in vals if isinstance(v, Tensor)), torch.device("cpu"))
 
 
-def _attribute(graph: fx.Graph, target: Any) -> Tensor:
-    value: Any = graph.owning_module
-    for part in str(target).split("."):
-        value = getattr(value, part, None)
+def _attribute(graph: fx.Graph, target: str) -> Tensor:
+    value: Any = functools.reduce(lambda module, part: getattr(module, part, None), target.split("."), cast(Any, graph.owning_module))
     if not isinstance(value, Tensor):
         raise UnsupportedOpError(f"the graph reads `{target}`, which is no tensor of its module")
     return value
 
 
-def _replay(graph: fx.Graph, operands: Sequence[Tensor], constants: Mapping[str, Tensor], kept: Sequence[fx.Node]) -> list[Tensor]:
-    """Run a graph node by node; return the values of some."""
-    env: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
-    for node in graph.nodes:
-        if node.op == "output":
-            break
-        args: Any = fx.map_arg(node.args, env.__getitem__)
-        kwargs: Any = fx.map_arg(node.kwargs, env.__getitem__)
-        if node.op == "get_attr":
-            env[node] = constants[node.target]
-        elif node.op == "call_function":
-            env[node] = node.target(*args, **kwargs)
-        elif node.op == "call_method":
-            env[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
-        elif node.op == "call_module":
-            raise UnsupportedOpError(f"the graph calls module `{node.target}`; flat ATen graphs are taken")
-    return [env[node] for node in kept]
+class _Replay(fx.Interpreter):
+    """Runs a graph node by node, with other tensors in place of those of its module."""
+
+    def __init__(self, graph: fx.Graph, constants: Mapping[str, Tensor]):
+        super().__init__(graph.owning_module or torch.nn.Module(), graph=graph)
+        self.extra_traceback, self._constants = False, constants  # errors as they are
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Tensor:
+        return self._constants[str(target)]
 
 
 def _number(value: Tensor, name: str) -> Any:
