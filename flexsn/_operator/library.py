@@ -18,7 +18,7 @@ from torch import Tensor
 from .._capture.reads import lock
 from .._ir.roles import Kind, Role, roles
 from .._plan.plan import Plan
-from .._program import serialize as text
+from .._program import serialize
 from .._program.captured import Blueprint
 from .._program.compiled import Program
 from .._runtime.backends import backend_of
@@ -44,16 +44,15 @@ LIBRARY.define(
 # --- programs by their text ---------------------------------------------------------------------------------------------------
 _CACHE_SIZE = 512
 _programs: OrderedDict[tuple[str, str, torch.device], Program] = OrderedDict()
-_launches: OrderedDict[tuple, Launch] = OrderedDict()
 
 
 def program_from(program: str, device: torch.device, backend: str | None = None) -> Program:
-    """The program that a text describes, for operands on `device` (by default by the device's backend)."""
+    """Return the program that a text describes, for operands on `device` (by default by the device's backend)."""
     key = (program, backend or backend_of(device), device)
     with lock:
         if key not in _programs:
             with no_modes():
-                _programs[key] = Program(key[1], text.read(program, device), device)
+                _programs[key] = Program(key[1], serialize.read(program, device), device)
             _trim(_programs)
         return _programs[key]
 
@@ -64,10 +63,10 @@ def _trim(cache: OrderedDict) -> None:
 
 
 def text_of(blueprint: Blueprint, *, vjp: bool) -> str:
-    """As `text.write`, written once per blueprint."""
+    """Return what `serialize.write` does, written once per blueprint."""
     kept = blueprint.texts
     if vjp not in kept:
-        kept[vjp] = text.write(blueprint, vjp=vjp)
+        kept[vjp] = serialize.write(blueprint, vjp=vjp)
     return kept[vjp]
 
 
@@ -76,32 +75,16 @@ def _flags_forward(inputs: Sequence[Tensor], save: bool, sequences: bool) -> tup
     return tuple([x.dtype for x in inputs]), save, sequences
 
 
-def _launch(
-    program: str, inputs: Sequence[Tensor], direction: str, flags: tuple, step: tuple[int, ...], checkpoints: int,
-    roles: tuple[Role | None, ...],
-) -> Launch:  # fmt: skip
-    T, device, order = inputs[0].shape[0], inputs[0].device, _order(inputs, step)
-    key = (program, device, direction, flags, T, step, checkpoints, roles, order)
-    launch = _launches.get(key)
-    if launch is None:
-        kernel = program_from(program, device).kernel(T, direction, *flags)
-        launch = Launch(kernel, device, T, step, checkpoints, roles, order)
-        with lock:
-            _launches[key] = launch
-            _trim(_launches)
-    return launch
-
-
 def _roles(
     inputs: Sequence[Tensor], states: Sequence[Tensor | None], saved: Sequence[Tensor] = (), given: tuple[Role, ...] = ()
 ) -> tuple[Role | None, ...]:
-    """Of the operands, in order; None for states that start at zero."""
+    """Return the roles of the operands, in order; None for states that start at zero."""
     kinds = ((Kind.INPUT, inputs), (Kind.STATE, states), (Kind.CHECKPOINT, saved))
     return (*[None if t is None else Role(kind, k) for kind, tensors in kinds for k, t in enumerate(tensors)], *given)
 
 
 def leading_dims(role: Role) -> int:
-    """How many dims an operand has before those of the step: one for time, but none for a single row of states."""
+    """Return how many dims an operand has before those of the step: one for time, but none for a single row of states."""
     return 0 if role.kind in (Kind.STATE, Kind.STATE_GRAD) else 1
 
 
@@ -115,8 +98,8 @@ def like_row(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, leading: 
     return like.new_empty_strided(shape, strides_of(shape, leading, order), dtype=dtype)
 
 
-def _rows(operands: Sequence[Tensor | None], roles: Sequence[Role | None], launch: Launch) -> list[Tensor | None]:
-    """The operands by role, as kernels take them."""
+def _laid_out(operands: Sequence[Tensor | None], roles: Sequence[Role | None], launch: Launch) -> list[Tensor | None]:
+    """Return the operands as kernels take them: at the step shape, in dense memory."""
     found: list[Tensor | None] = []
     for role, tensor in zip(roles, operands, strict=True):
         leading = 0 if role is None else leading_dims(role)
@@ -132,7 +115,7 @@ def _rows(operands: Sequence[Tensor | None], roles: Sequence[Role | None], launc
 def _check(
     launch: Launch, roles: Sequence[Role | None], operands: Sequence[Tensor | None], params: Mapping[Role, Tensor], checkpoints: int
 ) -> None:
-    """Kernels take pointers: whatever a graph passes must be as long as they read, and of the dtype."""
+    """Raise if what a graph passes is shorter than a kernel reads, or of another dtype: kernels take pointers."""
     arrays = dict(zip(roles, operands, strict=True))
     rows = {"sequence": launch.T, "checkpoint": checkpoints, "row": 1}
     for a in launch.kernel.plan.reads:
@@ -147,53 +130,58 @@ def _check(
             )
 
 
-# Launches of calls whose operands need no change, by all that a call depends on but the tensors themselves
-_settled: OrderedDict[tuple, Launch] = OrderedDict()
-
-
 def _kinds(tensors: Sequence[Tensor | None]) -> tuple:
     return tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors])
 
 
 def by_role(params: Sequence[Tensor] | None) -> dict[Role, Tensor]:
-    """Params of a kernel, which go by place. (A package of AOTInductor passes None for an empty list.)"""
+    """Return params of a kernel by role; they go by place. (A package of AOTInductor passes None for an empty list.)"""
     return {Role(Kind.PARAM, k): p for k, p in enumerate(params or ())}
 
 
 Operands = Sequence[Tensor | None]
-Made = Callable[[], tuple[Launch, tuple[Role | None, ...], int]]
+Roles = tuple[Role | None, ...]
+Made = Callable[[Program, int], tuple[Any, Roles, int, int]]  # the kernel, the roles of operands, checkpoints to write, and to read
+
+# By all that a call depends on but the tensors: its launch, the roles of its operands, and whether it takes these as they are
+_launches: OrderedDict[tuple, tuple[Launch, Roles, bool]] = OrderedDict()
 
 
-def _settle(key: tuple, operands: Operands, params: Sequence[Tensor] | None, made: Made) -> tuple[Launch, Operands]:
-    """A launch, and the operands as it takes them: as they are, if calls with operands of these kinds need no change.
+def _settle(
+    program: str, inputs: Sequence[Tensor], step: tuple[int, ...], others: tuple, operands: Operands, params: Sequence[Tensor] | None,
+    made: Made,
+) -> tuple[Launch, Operands]:  # fmt: skip
+    """Return a launch, and the operands as it takes them: as they are, if calls with operands of these kinds need no change.
 
     Args:
-        key: the device, and all else that it depends on but the operands.
-        made: gives it with the roles of its operands and the number of checkpoints that it reads.
+        others: what the call depends on besides the program, the step shape and the operands.
+        made: makes the kernel for a program and a number of steps.
     """
-    key = (*key, _kinds(operands), _kinds(params) if params else ())
-    launch = _settled.get(key)
-    if launch is not None:
-        return launch, operands
-    launch, roles, checkpoints = made()
-    rows = _rows(operands, roles, launch)
-    _check(launch, roles, rows, by_role(params), checkpoints)
-    if any(a is not b for a, b in zip(rows, operands, strict=True)):
-        return launch, rows
+    device, T = inputs[0].device, inputs[0].shape[0]
+    key = (device, program, step, others, _kinds(operands), _kinds(params) if params else ())
+    kept = _launches.get(key)
+    if kept is not None:
+        launch, roles, as_they_are = kept
+        return launch, operands if as_they_are else _laid_out(operands, roles, launch)
+    own = program_from(program, device)
+    kernel, roles, written, read = made(own, T)
+    launch = Launch(kernel, device, T, step, written, roles, _order(inputs, step))
+    laid_out = _laid_out(operands, roles, launch)
+    _check(launch, roles, laid_out, by_role(params), read)
+    as_they_are = all(a is b for a, b in zip(laid_out, operands, strict=True))
     with lock:
-        _settled[key] = launch
-        _trim(_settled)
-    return launch, operands
+        _launches[key] = launch, roles, as_they_are
+        _trim(_launches)
+    return launch, operands if as_they_are else laid_out
 
 
 def settle_forward(operands: Operands, program, inputs, states, params, step, checkpoints, save, sequences) -> tuple[Launch, Operands]:
-    step = tuple(step)
+    """Return the launch of a call of `flexsn::forward`, and its operands as that takes them."""
 
-    def made() -> tuple[Launch, tuple[Role | None, ...], int]:
-        roles = _roles(inputs, states)
-        return _launch(program, inputs, "forward", _flags_forward(inputs, save, sequences), step, checkpoints, roles), roles, 0
+    def made(own: Program, T: int) -> tuple[Any, Roles, int, int]:
+        return own.kernel(T, "forward", *_flags_forward(inputs, save, sequences)), _roles(inputs, states), checkpoints, 0
 
-    return _settle((inputs[0].device, program, step, checkpoints, save, sequences), operands, params, made)
+    return _settle(program, inputs, tuple(step), (checkpoints, save, sequences), operands, params, made)
 
 
 def _forward(program, inputs, states, params, *others) -> list[Tensor]:
@@ -225,15 +213,13 @@ def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequ
 def settle_backward(
     operands: Operands, program, inputs, states, params, checkpoints, cotangents, given, wanted, step
 ) -> tuple[Launch, Operands]:
-    step, given, wanted = tuple(step), tuple([Role.of(r) for r in given]), tuple(wanted)
+    """Return the launch of a call of `flexsn::backward`, and its operands as that takes them."""
 
-    def made() -> tuple[Launch, tuple[Role | None, ...], int]:
-        roles = _roles(inputs, states, checkpoints, given)
-        launch = _launch(program, inputs, "backward", _flags_backward(inputs, given, wanted), step, 0, roles)
-        own = program_from(program, inputs[0].device)
-        return launch, roles, own.checkpoints(launch.T)
+    def made(own: Program, T: int) -> tuple[Any, Roles, int, int]:
+        kernel = own.kernel(T, "backward", *_flags_backward(inputs, given, wanted))
+        return kernel, _roles(inputs, states, checkpoints, tuple(map(Role.of, given))), 0, own.checkpoints(T)
 
-    return _settle((inputs[0].device, program, step, len(checkpoints), given, wanted), operands, params, made)
+    return _settle(program, inputs, tuple(step), (len(checkpoints), tuple(given), tuple(wanted)), operands, params, made)
 
 
 def _backward(program, inputs, states, params, checkpoints, cotangents, *others) -> list[Tensor]:
@@ -249,7 +235,7 @@ def _fake_backward(program, inputs, states, params, checkpoints, cotangents, giv
 
 # --- vmap: one more dim in front of the step shape ----------------------------------------------------------------------------------
 def _batched(tensor: Tensor | None, dim: int | None, leading: int, step: Sequence[int]) -> Tensor | None:
-    """`tensor` with its batch dim (one of size 1 if it has none) right after `leading` dims, then the dims of the step."""
+    """Return `tensor` with its batch dim (one of size 1 if it has none) right after `leading` dims, then the dims of the step."""
     if tensor is None:
         return None
     tensor = tensor.unsqueeze(leading) if dim is None else tensor.movedim(dim, leading)
@@ -305,7 +291,7 @@ torch.library.register_autograd("flexsn::carry", lambda ctx, grad: grad, lib=LIB
 
 
 def carry(state: Tensor) -> Tensor:
-    """A copy that no CUDA graph owns: a state that the next call takes, while that call's graph reuses its own memory.
+    """Return a copy that no CUDA graph owns: a state that the next call takes, while that call's graph reuses its own memory.
     Compiled without CUDA graphs it is the state itself."""
     return torch.ops.flexsn.carry(state)
 
