@@ -6,7 +6,6 @@ import sys
 import tempfile
 import types
 import warnings
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -120,11 +119,11 @@ class Counts:
 
 @pytest.fixture
 def counts(monkeypatch):
+    from flexsn._program import cache as caching
     from flexsn._program import compiled as compiling
     from flexsn._runtime import cpp_kernel as launch_cpp
 
-    for cache in ("_exact", "_by_layout", "_refused"):  # other tests may have captured the same core
-        monkeypatch.setattr(compiling, cache, OrderedDict())
+    monkeypatch.setattr(caching, "PROGRAMS", caching.Programs())  # other tests may have captured the same core
     found = Counts()
     make, build = compiling.Program.__init__, launch_cpp._build
 

@@ -98,7 +98,7 @@ def test_only_the_asked_gradient_of_autograd_grad(backward_calls):
 
 def test_a_kernel_writes_only_what_is_wanted():
     """Plans: the backward for the input alone has no array for states' or params' gradients."""
-    from flexsn._program import compiled as compiling
+    from flexsn._program.cache import PROGRAMS
 
     x = torch.randn(5, 4, requires_grad=True)
     v = torch.randn(4)
@@ -108,7 +108,7 @@ def test_a_kernel_writes_only_what_is_wanted():
         return v * v, v
 
     flexsn.scan(fresh, [x], [v], [torch.tensor(0.5)]).outputs[0].sum().backward()
-    program = next(p for p, _ in reversed(compiling._exact.values()) if p.sig.core == "fresh")
+    program = next(p for p, _ in reversed(PROGRAMS.exact.values()) if p.sig.core == "fresh")
     plans = [k.plan for k in program._kernels.values() if k.plan.direction == "backward"]
     assert [[a.role for a in p.writes] for p in plans] == [["gx0"]]
 

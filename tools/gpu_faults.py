@@ -6,11 +6,11 @@ import sys
 import torch
 
 import flexsn
-from flexsn._program import compiled as compiling
+from flexsn._program.cache import PROGRAMS
 
 x = torch.ones(4, 1000, device="cuda")
 flexsn.scan(lambda x, v: (x * 0.5 + v, v + x), [x], [None], backend="triton")
-((program, _),) = compiling._exact.values()
+(program,) = [made[0] for made in PROGRAMS.exact.values() if isinstance(made, tuple)]
 (kernel,) = program._kernels.values()
 if sys.argv[1] == "unwritten":
     x = torch.empty(4, 1000, device="cuda")

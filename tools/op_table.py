@@ -35,7 +35,7 @@ import flexsn
 from flexsn._capture.reads import lock
 from flexsn._ir.graph import interpret
 from flexsn._plan.plan import Plan
-from flexsn._program import compiled as flexsn_compile
+from flexsn._program.cache import PROGRAMS
 from flexsn._runtime.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -307,8 +307,7 @@ def interpreted() -> Iterator[None]:
     finally:
         BACKENDS["cpp"] = backend
         with lock:  # programs that hold interpreted kernels
-            for cache in (flexsn_compile._exact, flexsn_compile._by_layout):
-                cache.clear()
+            PROGRAMS.clear()
 
 
 # --- the table ----------------------------------------------------------------------------------------------------------------

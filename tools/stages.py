@@ -16,7 +16,8 @@ from flexsn._capture.reads_look import look
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta, Trace
 from flexsn._codegen import cpp as render_cpp
-from flexsn._program.compiled import Program, program_for
+from flexsn._program.cache import program_for
+from flexsn._program.compiled import Program
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,8 +27,9 @@ def example():
     return runpy.run_path(str(ROOT / "examples" / "lif.py"))["lif"]
 
 
-def aten_text(recorded: Trace) -> str:
+def aten_text(recorded: Trace | None) -> str:
     """A recorded graph, a line per op, with the kind of every value and the user's line."""
+    assert recorded is not None
     lines = []
     for node in recorded.graph.nodes:
         if node.op == "call_function":
@@ -47,7 +49,7 @@ def stages(core) -> dict[str, str]:
     backward = program.backward_plan((torch.float32,), ("gx0",), ("gy0",))
     return {
         "signature": str(sig),
-        "capture": aten_text(program.blueprint.forward),
+        "capture": aten_text(program.blueprint.trace),
         "graph": str(program.graph),
         "vjp": str(vjp.graph),
         "plan": f"{forward}\n{backward}",

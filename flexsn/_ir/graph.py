@@ -7,6 +7,7 @@ rendered kernel has to compute.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -198,6 +199,10 @@ class Builder:
         if op == "neg" and last.op == "neg":
             return last.args[0]
         return None
+
+    def copy(self, node: Node, args: tuple[Node, ...]) -> Node:
+        """Return the value of another graph's node on other arguments; what the user did not name is numbered anew."""
+        return self.add(node.op, args, node.dtype, None if re.fullmatch(r"t\d+", node.name) else node.name, node.line)
 
     def op(self, name: str, *args: Node) -> Node:
         """A closed op on nodes; the dtype of the result follows the op's rule."""

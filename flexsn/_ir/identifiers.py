@@ -31,6 +31,11 @@ def identifier(text: str | None) -> str | None:
     return name + "_" if taken else name
 
 
+def is_identifier(name: object) -> bool:
+    """Whether a name is nothing but a name in generated code; `identifier` and a graph's builder give such ones."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,60}", name) is not None
+
+
 def assigned_name(node: fx.Node) -> str | None:
     """The name on the left of the user's line."""
     match = re.match(r".*?:\d+: (([A-Za-z_]\w*)\s*(?::[^=]*)?=(?!=).*)", node.meta.get("line") or "")

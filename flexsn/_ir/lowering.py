@@ -49,6 +49,20 @@ class Lowering:
                 self.env[fx_node] = self.b.input(role, val.dtype, identifier(fx_node.meta.get("role")) or assigned_name(fx_node) or "p")
         return self.env[fx_node]
 
+    def add(self, fx_node: fx.Node, name: str | None = None) -> None:
+        """Lower a recorded op whose operands are there.
+
+        Args:
+            name: the user's name for its value.
+        """
+        rule = RULES[fx_node.target] if fx_node.target in RULES else _part(fx_node)
+        self.b.line = fx_node.meta["line"]
+        before = len(self.b.nodes)
+        value = self.b.convert(rule(self, fx_node), fx_node.meta["val"].dtype)
+        if name is not None and len(self.b.nodes) > before and value is self.b.nodes[-1]:
+            value.name = self.b.name(name)
+        self.env[fx_node] = value
+
     def cast(self, arg: Any, dtype: torch.dtype) -> Node:
         """An argument (recorded node or Python number) as a value of `dtype`."""
         if isinstance(arg, fx.Node):
@@ -91,13 +105,7 @@ def lower(
             continue
         if node.target in _MULTI:
             continue
-        rule = RULES[node.target] if node.target in RULES else _part(node)
-        low.b.line = node.meta["line"]
-        before = len(low.b.nodes)
-        value = low.b.convert(rule(low, node), node.meta["val"].dtype)
-        if node in names and len(low.b.nodes) > before and value is low.b.nodes[-1]:
-            value.name = low.b.name(names[node])
-        low.env[node] = value
+        low.add(node, names.get(node))
     values = {role: low.node(node) for role, node in outputs.items()}
     return low.b.graph({role: low.b.convert(v, dtypes.get(role, v.dtype)) for role, v in values.items()}), low.params
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._capture.trace import Meta
+from .._program.cache import program_from
 from .._runtime import fork as forks
 from .._runtime.layout import is_dense, memory_order, same_shape, unbroadcast
 from .._runtime.layout import rows as as_rows
@@ -29,7 +30,7 @@ from .._torch.transforms import is_plain, transforms_active, transforms_or_modes
 from ..errors import BatchedGradientError, DoubleBackwardError, FreedGraphError, ShapeMismatchError
 from . import call as run
 from . import dtensor as sharding
-from .library import LIBRARY, TAGS, TracedCall, like_row, program_from, text_of
+from .library import LIBRARY, TAGS, TracedCall, like_row, text_of
 from .no_gradient import WithoutGradient, no_forward_mode, refuse_forward_mode
 
 Tensors = Sequence[Tensor | None]

@@ -16,7 +16,8 @@ from .._ir.graph import HALF
 from .._ir.roles import Kind, Role, roles
 from .._plan.plan import Array, Plan
 from .._program.captured import Shapes, rescale
-from .._program.compiled import Program, StaticModule
+from .._program.compiled import Program
+from .._program.static_parts import StaticModule
 from .._runtime.layout import Order, by_index, memory_order, narrow, same_shape, strides_of, unbroadcast, widen
 from .._runtime.memory import allocator
 from .._torch.cuda import current_device
@@ -147,7 +148,7 @@ class Call:
             present = tuple(sorted([r for r in given if r.kind is not Kind.STATE_GRAD]))
             flags = tuple([x.dtype for x in inputs]), (*wanted, *sums), present
             launch = self._launch("backward", flags, (*self.roles, *self.saved, *given), order)
-            steps = {r: rescale(tuple(vjp.frontier[r].meta["val"].shape), self.program.step, self.shapes.step) for r in sums}
+            steps = {r: rescale(vjp.sum_shape(r), self.program.step, self.shapes.step) for r in sums}
             self._launches[key] = launch, steps
         return self._launches[key]
 

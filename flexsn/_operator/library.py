@@ -19,11 +19,10 @@ from .._capture.reads import lock
 from .._ir.roles import Kind, Role, roles
 from .._plan.plan import Plan
 from .._program import serialize
+from .._program.cache import keep_under_text, program_from
 from .._program.captured import Blueprint
 from .._program.compiled import Program
-from .._runtime.backends import backend_of
 from .._runtime.layout import Order, dense, memory_order, same_shape, strides_of
-from .._torch.capture import no_modes
 from ..errors import OperandTypeError
 from .call import Call, Launch, allocated, arrays_of
 
@@ -43,18 +42,6 @@ LIBRARY.define(
 
 # --- programs by their text ---------------------------------------------------------------------------------------------------
 _CACHE_SIZE = 512
-_programs: OrderedDict[tuple[str, str, torch.device], Program] = OrderedDict()
-
-
-def program_from(program: str, device: torch.device, backend: str | None = None) -> Program:
-    """Return the program that a text describes, for operands on `device` (by default by the device's backend)."""
-    key = (program, backend or backend_of(device), device)
-    with lock:
-        if key not in _programs:
-            with no_modes():
-                _programs[key] = Program(key[1], serialize.read(program, device), device)
-            _trim(_programs)
-        return _programs[key]
 
 
 def _trim(cache: OrderedDict) -> None:
@@ -319,8 +306,7 @@ class OperatorLaunch:
         self.given = [str(r) for r in roles if r.kind.is_grad]
         self.params = tuple(call.program.vjp.params if direction == "backward" else call.program.params)  # all: they go by place
         self.program = text_of(call.program.blueprint, vjp=direction == "backward")
-        with lock:  # here the text need not be read
-            _programs.setdefault((self.program, backend_of(call.device), call.device), call.program)
+        keep_under_text(self.program, call.program)
         self.writes = allocated(call.program.plan_of(direction, *flags), call.checkpoints)
         self.places = {a.role: place for place, a in enumerate(self.writes)}
 

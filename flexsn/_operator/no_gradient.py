@@ -10,11 +10,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .._program.cache import program_from
 from .._torch.autograd import forward_ad_level, skipping_autograd
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.transforms import has_tangent, transforms_active
 from ..errors import ForwardModeError, MissingGradientError
-from .library import LIBRARY, TAGS, program_from
+from .library import LIBRARY, TAGS
 
 
 def no_forward_mode(core: str) -> ForwardModeError:

@@ -14,8 +14,9 @@ from .._capture import reads as reading
 from .._capture.reads import Reads
 from .._capture.signature import Signature, step_shape
 from .._capture.trace import Meta
+from .._program.cache import program_for
 from .._program.captured import Blueprint, Shapes
-from .._program.compiled import Program, program_for
+from .._program.compiled import Program
 from .._program.symbolic_sizes import Sizes, exactly, settle_sizes
 from .._runtime.backends import choose_backend
 from .._runtime.memory import addresses

@@ -1,7 +1,7 @@
 """What a program is made from: a core captured at one layout of operands, as data that prints, travels and needs no core.
 
-A `Blueprint` names no device and no backend. It holds both step graphs (`forward`, and `vjp` once it is asked for) and
-what is known of sizes: which dims of the step shape may change. `_program/serialize.py` writes it as a string and reads it back.
+A `Blueprint` names no backend. It holds both lowered steps (`forward`, and `vjp` once it is asked for) and what is known of sizes:
+which dims of the step shape may change. `_program/serialize.py` writes it as a string and reads it back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .._capture.signature import Signature, broadcasts, noting_default_states, s
 from .._capture.trace import Meta, Trace, trace
 from .._ir.graph import HALF
 from ..errors import CannotFuseError, CoreError, NotElementwiseError, RandomOpError, UnsupportedOpError
+from .lowered import LoweredStep, LoweredVjp, lower_step, lower_vjp
 
 Record = Callable[..., Trace]  # `trace` of one core on one device
 
@@ -46,7 +47,8 @@ class Blueprint:
         step: the step shape at which the graphs were recorded.
         free_dims: dims of it whose size the core does not depend on.
         forward: the core on operands as a kernel has them: of the step shape, 16-bit floats as float32.
-        vjp: the core and its VJP, recorded by `differentiate`.
+        vjp: the core and its VJP, captured by `differentiate`.
+        trace: the recording that `forward` was lowered from; None of a core that was read from a text.
         ops: of the core itself, where `_torch_compile/prologue_fusion.py` put more before it: how long chunks are must not depend on that.
     """
 
@@ -55,8 +57,9 @@ class Blueprint:
     outputs: tuple[Meta, ...]
     step: tuple[int, ...]
     free_dims: frozenset[int]
-    forward: Trace
-    vjp: Trace | None = None
+    forward: LoweredStep
+    vjp: LoweredVjp | None = None
+    trace: Trace | None = None
     ops: int | None = None
     texts: dict[bool, str] = field(default_factory=dict, repr=False)  # written forms, with the VJP and without
 
@@ -71,21 +74,28 @@ class Blueprint:
     def captured(self, *, vjp: bool) -> tuple[str, ...]:
         """Names of the captured tensors that the core reads, or the core and its VJP, which a call passes after the params; last those
         that nothing but the VJP reads."""
-        return tuple(self.forward.captured | (self.vjp.captured if vjp and self.vjp is not None else {}))
+        return tuple(dict.fromkeys((*self.forward.captured, *(self.vjp.captured if vjp and self.vjp is not None else ()))))
 
     @property
     def computed(self) -> list[Meta]:
         return _computed(self.sig, self.metas, self.step)
 
-    def differentiate(self, core: Callable, captured: dict[str, Tensor], device: torch.device) -> Trace:
-        """Record the VJP on first use; `core` is the one that this blueprint was made from, or its equal. Fewer dims may be free
+    @property
+    def carried(self) -> list[Meta]:
+        """Metas of the states as they go from step to step."""
+        return self.computed[self.sig.num_inputs : self.sig.num_inputs + self.sig.num_states]
+
+    def differentiate(self, core: Callable, captured: dict[str, Tensor], device: torch.device) -> LoweredVjp:
+        """Capture the VJP on first use; `core` is the one that this blueprint was made from, or its equal. Fewer dims may be free
         afterwards: a backward may depend on sizes that the core does not ask for."""
         if self.vjp is None:
+            assert self.trace is not None, "a core that was read from a text brings its VJP, or has none"
             record = functools.partial(trace, core, self.sig, device=device, captured=captured, vjp=True)
             vjp = self._as_computed(record)
-            free_dims = _free_dims(record, self, vjp, captured, self.free_dims)
-            self._check_smaller(vjp, free_dims)
-            self.free_dims, self.vjp = free_dims, vjp
+            free_dims = _free_dims(record, self, self.trace, vjp, captured, self.free_dims)
+            self._check_smaller(self.trace, vjp, free_dims)
+            self.vjp = lower_vjp(self.sig, vjp, self.num_outputs, self.carried, device)
+            self.free_dims = free_dims
             self.texts.clear()
         return self.vjp
 
@@ -103,7 +113,7 @@ class Blueprint:
                 hint="Give all inputs, states and returns the same step shape.",
             ) from None  # fmt: skip
 
-    def _check_smaller(self, vjp: Trace, free_dims: frozenset[int]) -> None:
+    def _check_smaller(self, forward: Trace, vjp: Trace, free_dims: frozenset[int]) -> None:
         """Eager sums the cotangents of what is smaller than the step before a backward of the user's takes them, a kernel after it; of a
         smaller return a kernel holds the cotangent at one of its neurons, and zeros at the others. Both are right where that backward
         is linear, and asks for no sizes."""
@@ -116,7 +126,7 @@ class Blueprint:
             return
         node = nonlinear(vjp.graph, given, given if smaller else returns, vjp.grads)
         own = [n for n in vjp.graph.nodes if of_a_users_backward(n)]
-        asks = (vjp.shapes_read, vjp.ranks_read) != (self.forward.shapes_read, self.forward.ranks_read)
+        asks = (vjp.shapes_read, vjp.ranks_read) != (forward.shapes_read, forward.ranks_read)
         if node is None and (asks or (own and free_dims != self.free_dims)):
             node = own[0] if own else vjp.returns[0]
         if node is not None:
@@ -165,8 +175,10 @@ def draw(
         forward = _record_as_computed(record, sig, computed, step)
         if step and any(not m.shape for m in seen[:ins]) and len({m.dtype for m in seen}) > 1:
             _check_promotion(record, sig, seen, computed, forward)
-    made = Blueprint(sig, seen, tuple(returns[: len(returns) - sig.num_states]), step, frozenset(), forward)
-    made.free_dims = _free_dims(functools.partial(record, vjp=False), made, forward, captured, frozenset(range(len(step))))
+    outputs = tuple(returns[: len(returns) - sig.num_states])
+    lowered = lower_step(sig, forward, len(outputs), computed[sig.num_inputs : ins], device)
+    made = Blueprint(sig, seen, outputs, step, frozenset(), lowered, trace=forward)
+    made.free_dims = _free_dims(functools.partial(record, vjp=False), made, forward, forward, captured, frozenset(range(len(step))))
     return made
 
 
@@ -255,13 +267,15 @@ def _dtypes(recorded: Trace) -> list[torch.dtype]:
     return [n.meta["val"].dtype for n in nodes if getattr(getattr(n.target, "_schema", None), "name", "") not in moves]
 
 
-def _free_dims(record: Record, made: Blueprint, recorded: Trace, captured: dict[str, Tensor], dims: frozenset[int]) -> frozenset[int]:
+def _free_dims(
+    record: Record, made: Blueprint, forward: Trace, recorded: Trace, captured: dict[str, Tensor], dims: frozenset[int]
+) -> frozenset[int]:
     """Of `dims` of the step shape, those whose size what was `recorded` does not depend on: found by recording it again with other
     sizes."""
     ins, metas = made.sig.num_inputs + made.sig.num_states, made.computed
     fixed = {n for m in metas[ins:] for n in m.shape} | {n for t in captured.values() for n in t.shape} | {1}
     free = frozenset(d for d in dims if made.step[d] not in fixed)
-    if free and not (made.forward.shapes_read or recorded.shapes_read):  # else Python may decide by any of them
+    if free and not (forward.shapes_read or recorded.shapes_read):  # else Python may decide by any of them
         other = list(made.step)
         for d in free:
             other[d] = next(n for n in range(made.step[d] + 1 + d, 1 << 62) if n not in fixed and n not in other)

@@ -1,15 +1,17 @@
-"""A blueprint as a string, and back: what a compiled or exported graph carries, so that it means the same in any process.
+"""A captured core as a string, and back: what a compiled or exported graph carries, so that it means the same in any process.
 
-The string is JSON. A graph is a list of nodes `[name, op, args, kwargs, meta]`; in arguments a recorded node is
-`{"node": name}`, and what JSON lacks is `{"dtype": ...}`, `{"layout": ...}`, `{"memory_format": ...}`, `{"device": ...}`.
-The device of the operands is `{"device": ""}`: the string names none. Reading it back imports and runs nothing but
-lookups of PyTorch operators by name; one that writes to its operands, or reaches files or other processes, is refused.
+The string is JSON. A step is its closed graph, whose nodes are `[name, op, args, dtype, line]` (an argument is a name, or
+`[value, dtype, roles of the cotangents it was made from]`), and the ATen graph of what PyTorch computes around it, whose nodes are
+`[name, op, args, kwargs, meta]`; in arguments a node is `{"node": name}`, and what JSON lacks is `{"dtype": ...}`, `{"layout": ...}`,
+`{"memory_format": ...}`, `{"device": ...}`. The device of the operands is `{"device": ""}`: the string names none. Reading it back
+captures and lowers nothing; it imports and runs nothing but lookups of PyTorch operators by name; one that writes to its operands,
+or reaches files or other processes, is refused, and so is a name that is no identifier.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +19,17 @@ from torch import Tensor, fx
 
 from .._capture.graph_writer import getitem
 from .._capture.signature import Signature
-from .._capture.trace import Meta, Trace
+from .._capture.trace import Meta
+from .._ir.graph import Builder, Graph, Node, verify
+from .._ir.identifiers import is_identifier
+from .._ir.roles import Role
 from .._version import __version__
 from ..errors import ProgramTextError
 from .captured import Blueprint
+from .lowered import LoweredStep, LoweredVjp
+from .static_parts import StaticGraph
 
-FORMAT = 3
+FORMAT = 4
 OPERATORS = 3  # counts the changes of what the kernel operators return
 
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -48,9 +55,12 @@ def write(blueprint: Blueprint, *, vjp: bool) -> str:
         "outputs": [_meta(m) for m in blueprint.outputs],
         "step": list(blueprint.step),
         "free_dims": sorted(blueprint.free_dims),
-        "forward": _trace(blueprint.forward),
-        "vjp": _trace(blueprint.vjp) if vjp and blueprint.vjp is not None else None,
+        "forward": _step(blueprint.forward),
+        "vjp": None,
     }
+    if vjp and blueprint.vjp is not None:
+        flows = [sorted(flow, key=lambda operand: (isinstance(operand, str), operand)) for flow in blueprint.vjp.flows]
+        data["vjp"] = _step(blueprint.vjp) | {"differentiable": list(blueprint.vjp.differentiable), "flows": flows}
     if blueprint.ops is not None:
         data["ops"] = blueprint.ops
     return json.dumps(data, separators=(",", ":"))
@@ -64,25 +74,32 @@ def _word(thing: Any) -> str:
     return str(thing).removeprefix("torch.")
 
 
-def _trace(recorded: Trace) -> dict[str, Any]:
-    def names(nodes: Sequence[Any]) -> list[str | None]:
-        return [None if n is None else n.name for n in nodes]
+def _step(lowered: LoweredStep) -> dict[str, Any]:
+    return {"graph": _graph(lowered.graph), "statics": _statics(lowered.statics), "captured": list(lowered.captured)}
 
-    live, stack = set[fx.Node](), [n for n in (*recorded.returns, *recorded.grads) if n is not None]
-    while stack:
-        node = stack.pop()
-        if node not in live:
-            live.add(node)
-            stack.extend(node.all_input_nodes)
+
+def _graph(graph: Graph) -> dict[str, Any]:
+    def argument(node: Node) -> Any:
+        return [node.value, _word(node.dtype), sorted(node.of)] if node.op == "const" else node.name
+
     return {
-        "nodes": [_node(n) for n in recorded.graph.nodes if n in live or n.op == "placeholder"],
-        "operands": names(recorded.operands),
-        "cotangents": names(recorded.cotangents),
-        "returns": names(recorded.returns),
-        "grads": names(recorded.grads),
-        "flows": [names(nodes) for nodes in recorded.flows],
-        "captured": {path: n.name for path, n in recorded.captured.items()},
-        "constants": {name: [_word(t.dtype), list(t.shape), t.flatten().tolist()] for name, t in recorded.constants.items()},
+        "inputs": [[role, n.name, _word(n.dtype)] for role, n in graph.inputs.items()],
+        "nodes": [[n.name, n.op, [argument(a) for a in n.args], _word(n.dtype), n.line] for n in graph.nodes],
+        "outputs": {role: argument(n) for role, n in graph.outputs.items()},
+    }
+
+
+def _statics(static: StaticGraph) -> dict[str, Any]:
+    def names(nodes: Mapping[Any, fx.Node]) -> dict[Any, str]:
+        return {key: n.name for key, n in nodes.items()}
+
+    return {
+        "nodes": [_node(n) for n in static.graph.nodes],
+        "operands": names(static.operands),
+        "constants": {n.name: [_word(t.dtype), list(t.shape), t.flatten().tolist()] for n, t in static.constants.items()},
+        "sums": names(static.sums),
+        "params": names(static.params),
+        "grads": [None if n is None else n.name for n in static.grads],
     }
 
 
@@ -130,8 +147,12 @@ def _read(data: dict[str, Any], device: torch.device) -> Blueprint:
     inputs, states, params = data["counts"]
     sig = Signature(data["core"], inputs, states, params, tuple(data["names"]))
     metas, outputs = [_read_meta(m) for m in data["metas"]], tuple(_read_meta(m) for m in data["outputs"])
-    forward, vjp = _read_trace(data["forward"], device), _read_trace(data["vjp"], device) if data["vjp"] else None
-    return Blueprint(sig, metas, outputs, tuple(data["step"]), frozenset(data["free_dims"]), forward, vjp, data.get("ops"))
+    forward = LoweredStep(*_read_step(sig.core, data["forward"], device))
+    vjp = None
+    if data["vjp"] is not None:
+        flows = [frozenset(flow) for flow in data["vjp"]["flows"]]
+        vjp = LoweredVjp(*_read_step(sig.core, data["vjp"], device), tuple(data["vjp"]["differentiable"]), flows)
+    return Blueprint(sig, metas, outputs, tuple(data["step"]), frozenset(data["free_dims"]), forward, vjp, ops=data.get("ops"))
 
 
 def _read_meta(data: list) -> Meta:
@@ -144,7 +165,37 @@ def _named(kind: str, word: str) -> Any:
     return _THINGS[kind][word]
 
 
-def _read_trace(data: dict[str, Any], device: torch.device) -> Trace:
+def _read_step(core: str, data: dict[str, Any], device: torch.device) -> tuple[Graph, StaticGraph, tuple[str, ...]]:
+    return _read_graph(core, data["graph"]), _read_statics(data["statics"], device), tuple(data["captured"])
+
+
+def _read_graph(core: str, data: dict[str, Any]) -> Graph:
+    """The graph of a text. Names stand in generated code, so they must be plain identifiers."""
+    nodes: dict[str, Node] = {}
+
+    def made(name: str, op: str, args: tuple[Node, ...], dtype: str, line: str | None = None) -> Node:
+        if not is_identifier(name) or name in nodes:
+            raise ValueError(f"{name!r} is no name for a value")
+        nodes[name] = Node(op, args, _named("dtype", dtype), name, line=line)
+        return nodes[name]
+
+    def argument(given: Any) -> Node:
+        if isinstance(given, str):
+            return nodes[given]
+        value, dtype, of = given
+        if type(value) not in (bool, int, float):
+            raise ValueError(f"{value!r} is no number")
+        return constants.const(value, _named("dtype", dtype), frozenset(map(Role.of, of)))
+
+    constants = Builder(core)
+    inputs = {Role.of(role): made(name, "input", (), dtype) for role, name, dtype in data["inputs"]}
+    body = [made(name, op, tuple(map(argument, args)), dtype, line) for name, op, args, dtype, line in data["nodes"]]
+    graph = Graph(core, inputs, {Role.of(role): argument(given) for role, given in data["outputs"].items()}, body)
+    verify(graph)
+    return graph
+
+
+def _read_statics(data: dict[str, Any], device: torch.device) -> StaticGraph:
     graph, nodes = fx.Graph(), dict[str, fx.Node]()
 
     def argument(value: Any) -> Any:
@@ -165,20 +216,17 @@ def _read_trace(data: dict[str, Any], device: torch.device) -> Trace:
         node.name = name
         val = meta.pop("val")
         node.meta.update({"line": None, **meta})
+        if "of" in meta:
+            node.meta["of"] = [Role.of(role) for role in meta["of"]]
         node.meta["val"] = None if val is None else torch.empty(val[0], dtype=_named("dtype", val[1]), device="meta")
         nodes[name] = node
-
-    def find(names: list[str | None]) -> list[Any]:
-        return [None if n is None else nodes[n] for n in names]
-
     constants = {
-        n: torch.tensor(values, dtype=_named("dtype", d)).reshape(shape).to(device) for n, (d, shape, values) in data["constants"].items()
+        nodes[n]: torch.tensor(values, dtype=_named("dtype", d)).reshape(shape).to(device)
+        for n, (d, shape, values) in data["constants"].items()
     }
-    captured = {path: nodes[n] for path, n in data["captured"].items()}
-    return Trace(
-        graph, find(data["operands"]), find(data["cotangents"]), find(data["returns"]), find(data["grads"]),
-        [find(names) for names in data["flows"]], captured, constants,
-    )  # fmt: skip
+    sums, params = [{Role.of(role): nodes[n] for role, n in data[key].items()} for key in ("sums", "params")]
+    operands, grads = {name: nodes[n] for name, n in data["operands"].items()}, [None if n is None else nodes[n] for n in data["grads"]]
+    return StaticGraph(graph, operands, constants, sums, params, grads)
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -218,8 +218,9 @@ def _mark(source: list[SourceLine], where: str | None, line: str | None, kind: s
 
 # --- what the stages made -------------------------------------------------------------------------------------------------------------
 def _describe_graphs(report: Report, subject: Subject, call: Call) -> None:
-    program = call.program
-    report.captured = [op_of(n, {}) for n in program.blueprint.forward.graph.nodes if n.op == "call_function"]
+    program, recorded = call.program, call.program.blueprint.trace
+    assert recorded is not None  # it was captured here
+    report.captured = [op_of(n, {}) for n in recorded.graph.nodes if n.op == "call_function"]
     for op in report.captured:
         _mark(report.source, report.where, op.line, op.kind)
     report.graph = str(program.graph)

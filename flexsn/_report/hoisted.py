@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from .._program.compiled import StaticModule
+from .._program.static_parts import StaticModule
 from .model import Op
 
 _LONGEST_LABEL = 28

@@ -18,7 +18,7 @@ from .._ir.graph import Graph, Node
 from .._ir.ops import OPS
 from .._ir.roles import Kind, Role, roles
 from .._operator.eager_loop import over_time
-from .._operator.library import program_from
+from .._program.cache import program_from
 from .._torch.tensors import is_symbolic, memory_of
 from .._torch.tracing import torch_scan_node
 from ..errors import DecomposeError

@@ -23,11 +23,15 @@ import torch
 from torch import Tensor, fx
 
 from .._capture.signature import Signature
-from .._capture.trace import Meta, Trace
-from .._ir.graph import HALF
-from .._ir.roles import Role
-from .._operator.library import KERNEL_OPERATORS, program_from
+from .._capture.trace import Meta
+from .._ir.graph import HALF, Node
+from .._ir.identifiers import identifier
+from .._ir.lowering import Lowering
+from .._ir.roles import Kind, Role
+from .._operator.library import KERNEL_OPERATORS
+from .._program.cache import program_from
 from .._program.captured import Blueprint
+from .._program.lowered import LoweredStep
 from .._program.serialize import read, write
 from .._torch.availability import moved
 
@@ -83,7 +87,7 @@ def fuse(node: Any) -> None:
         chain, source, smaller = found
         device = made.meta["val"].device
         program, inputs, states, params, *others = node.args
-        rewritten = with_chain(program, k, chain, program_from(program, device).ops)
+        rewritten = with_chain(program, k, chain, program_from(program, device).ops, device)
         if rewritten is None:
             continue
         longer, names = rewritten
@@ -221,73 +225,78 @@ def _erase_unused(node: Any) -> None:
 
 
 # --- in the program ---------------------------------------------------------------------------------------------------------------
-def with_chain(program: str, k: int, chain: Chain, ops: int) -> tuple[str, tuple[str, ...]] | None:
+def with_chain(program: str, k: int, chain: Chain, ops: int, device: torch.device) -> tuple[str, tuple[str, ...]] | None:
     """Return a program that takes the source of a chain in place of its input `k`, which the chain makes, and the smaller tensors as
     further params. Its gradients are those of what the chain makes.
 
     Args:
         ops: `Program.ops` of the program.
+        device: of the input, whose eager rules the chain follows.
 
     Returns:
         Its text, and the names of the further params; None where the program does not fit.
     """
-    blueprint = read(program, torch.device("cpu"))
+    blueprint = read(program, device)
     step, sig = blueprint.step, blueprint.sig
     fixed = {len(step) - len(m.shape) + d: n for m in chain.smaller for d, n in enumerate(m.shape) if n != 1}
     if blueprint.metas[k].shape != step or any(d < 0 or step[d] != n for d, n in fixed.items()):
         return None
-    traces = [t for t in (blueprint.forward, blueprint.vjp) if t is not None]
-    taken = {*sig.names, *[n.name for t in traces for n in t.graph.nodes]}
+    steps = [lowered for lowered in (blueprint.forward, blueprint.vjp) if lowered is not None]
+    taken = {*sig.names, *[n.name for lowered in steps for n in lowered.statics.graph.nodes]}
     stem = f"before_{k}"
     while any(name.startswith(stem) for name in taken):
         stem += "_"
     names = tuple([f"{stem}_{j}" for j in range(len(chain.smaller))])
+    for lowered in steps:
+        _put_before(lowered, k, chain, names, step, device)
+    if blueprint.vjp is not None:
+        blueprint.vjp.statics.grads[sig.num_params : sig.num_params] = [None] * len(names)
     longer = Blueprint(
         Signature(sig.core, sig.num_inputs, sig.num_states, sig.num_params + len(names), (*sig.names, *names)),
         [*blueprint.metas, *chain.smaller], blueprint.outputs, step, blueprint.free_dims - set(fixed),
-        blueprint.forward, blueprint.vjp, ops,
+        blueprint.forward, blueprint.vjp, ops=ops,
     )  # fmt: skip
-    for trace in traces:
-        _put_before(trace, k, chain, names, stem, step)
     return write(longer, vjp=longer.vjp is not None), names
 
 
-def _put_before(trace: Trace, k: int, chain: Chain, names: tuple[str, ...], stem: str, step: tuple[int, ...]) -> None:
-    """Make input `k` of a trace from what a chain makes it from."""
-    graph, source = trace.graph, trace.operands[k]
-    line = f"compiled graph: makes {source.meta.get('role')}"  # a comment of the kernel, where lines of the core have theirs
-    users = list(source.users)
-    values, cursor = [source], source
-
-    def add(node: fx.Node, name: str, kind: str, meta: Meta) -> fx.Node:
-        nonlocal cursor
-        node.name, cursor = name, node
-        node.meta.update(kind=kind, line=line, val=torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
-        return node
-
-    def cast(value: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
-        with graph.inserting_after(cursor):
-            return add(graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype}), name, "step", Meta(step, dtype))
-
+def _put_before(
+    lowered: LoweredStep, k: int, chain: Chain, names: tuple[str, ...], step: tuple[int, ...], device: torch.device
+) -> None:  # fmt: skip
+    """Make input `k` of a step from what a chain makes it from: its source, under the input's role, and params `names`."""
+    graph, statics, role = lowered.graph, lowered.statics, Role(Kind.INPUT, k)
+    if role not in graph.inputs:
+        return
+    low = Lowering(graph.core, device)
+    copies = {node: low.b.input(r, node.dtype, node.name) for r, node in graph.inputs.items()}
+    source = copies[graph.inputs[role]]
+    recorded = fx.Graph()
+    values = [_recorded(recorded.placeholder("source"), source.dtype, step)]
+    low.env[values[0]] = source
     for name, meta in zip(names, chain.smaller, strict=True):
-        with graph.inserting_after(cursor):
-            values.append(add(graph.placeholder(name), name, "static", meta))
-        cursor.meta["role"] = name
-    trace.operands += values[1:]
-    for i, (op, args, dtype) in enumerate(chain.steps):
-        given = [values[a.place] if isinstance(a, ValueAt) else a for a in args]
-        name = f"{stem}_step_{i}"
-        if op is _CAST:
-            values.append(cast(given[0], dtype, name))
-            continue
-        with graph.inserting_after(cursor):
-            values.append(add(graph.call_function(op, tuple(given)), name, "step", Meta(step, dtype)))
-    made = values[-1]
-    if made.meta["val"].dtype != source.meta["val"].dtype:
-        made = cast(made, source.meta["val"].dtype, f"{stem}_step")
-    for user in users:
-        user.replace_input_with(source, made)
-    trace.returns = [made if n is source else n for n in trace.returns]
-    if trace.grads:
-        place = len(trace.operands) - len(names)
-        trace.grads[place:place] = [None] * len(names)
+        param = Role(Kind.PARAM, len(statics.params))
+        statics.operands[name] = statics.params[param] = statics.graph.placeholder(name)
+        statics.params[param].meta.update(kind="static", role=name, line=None, val=torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
+        values.append(_recorded(recorded.placeholder(name), meta.dtype, meta.shape))
+        low.env[values[-1]] = low.b.input(param, meta.dtype, identifier(name) or "p")
+    line = f"compiled graph: makes {source.name}"  # a comment of the kernel, where lines of the core have theirs
+    for op, args, dtype in chain.steps:
+        given = tuple([values[a.place] if isinstance(a, ValueAt) else a for a in args])
+        made = (
+            recorded.call_function(aten._to_copy.default, given[:1], {"dtype": dtype}) if op is _CAST else recorded.call_function(op, given)
+        )
+        values.append(_recorded(made, dtype, step, line))
+        low.add(values[-1])
+    copies[graph.inputs[role]] = low.b.convert(low.node(values[-1]), source.dtype)
+
+    def copied(node: Node) -> Node:
+        return low.b.const(node.value, node.dtype, node.of) if node.op == "const" else copies[node]
+
+    for node in graph.nodes:
+        copies[node] = low.b.copy(node, tuple([copied(a) for a in node.args]))
+    lowered.graph = low.b.graph({r: copied(node) for r, node in graph.outputs.items()})
+
+
+def _recorded(node: fx.Node, dtype: torch.dtype, shape: tuple[int, ...], line: str | None = None) -> fx.Node:
+    """Return a node that `Lowering` takes for a recorded one."""
+    node.meta.update(kind="step", line=line, val=torch.empty(shape, dtype=dtype, device="meta"))
+    return node

@@ -10,7 +10,8 @@ from torch.nn.utils import parametrize
 
 from .._capture.signature import core_name, make_signature
 from .._capture.trace import Meta
-from .._program.compiled import program_for
+from .._program.cache import program_for
+from .._runtime.backends import backend_of
 from ..errors import CannotFuseError, InterchangeError
 from ..module import FlexSN
 from .calls import own_functions
@@ -203,7 +204,7 @@ def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
     sig = make_signature(neuron.core, neuron.num_inputs, neuron.num_states, 0)
     metas = [Meta(tuple(shape), dtype)] * (neuron.num_inputs + neuron.num_states)
     try:
-        program = program_for("triton" if device.type == "cuda" else "cpp", neuron.core, reads, sig, metas, device, captured, None)[0]
+        program = program_for(backend_of(device), neuron.core, reads, sig, metas, device, captured, None)[0]
         program.differentiate(neuron.core, captured, reads)
     except CannotFuseError as error:
         raise LeaveAlone(f"cannot be fused: {error.reason}{f', at {error.line}' if error.line else ''}") from error

@@ -24,7 +24,7 @@ from .._codegen.triton import IMPORTS, render_step
 from .._ir.graph import Builder
 from .._ir.lowering import lower
 from .._ir.roles import Kind, Role, roles
-from .._program.compiled import _static_module
+from .._program.static_parts import cut, static_graph
 from .._runtime.triton_kernel import _define
 from .._torch.availability import require
 from ..errors import CannotFuseError, UnsupportedOpError
@@ -78,7 +78,8 @@ class ClosedStep:
             ins = dict(zip(takes, recorded.operands, strict=False))
             outs = dict(zip(found, recorded.returns, strict=True))
             self.graph, statics = lower(name, ins, outs, dict(carried), device)
-            self._prologue = _static_module(recorded, statics, {})
+            static = static_graph(recorded, statics)
+            self._prologue = cut(static, static.params)
             if numbers and statics:
                 for role, param in self.params().items():
                     statics[role].meta["uniform"] = _number(param, name)

@@ -17,6 +17,7 @@ from flexsn._codegen import cpp as render_cpp
 from flexsn._codegen.cpp import literal
 from flexsn._ir.graph import Builder
 from flexsn._program import compiled as compiling
+from flexsn._program.cache import PROGRAMS
 from flexsn._version import __version__
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -174,6 +175,6 @@ def test_unused_inputs_are_not_read():
         return x + v, v
 
     flexsn.scan(core, [torch.randn(2, 3), torch.randn(2, 3)], [None], backend="cpp")
-    program = next(p for p, _ in reversed(compiling._exact.values()) if p.sig.core == "core" and p.sig.num_inputs == 2)
+    program = next(p for p, _ in reversed(PROGRAMS.exact.values()) if p.sig.core == "core" and p.sig.num_inputs == 2)
     kernels = [k for k in program._kernels.values() if k.plan.direction == "forward"]
     assert all("x1" not in [a.role for a in k.plan.reads] for k in kernels)

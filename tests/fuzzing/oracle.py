@@ -128,7 +128,7 @@ def _lowered(func: Any, spec: Spec, frozen: tuple[Any, ...], backend: str, devic
         program = program_of(backend, core, sig, metas, device, {}, None)
     except FlexSNError:
         return None  # not elementwise: PyTorch's own then
-    prologue = any(n.op == "call_function" and n.meta["kind"] == "static" for n in program.blueprint.forward.graph.nodes)
+    prologue = any(n.op == "call_function" and n.meta["kind"] == "static" for n in program.blueprint.trace.graph.nodes)
     approximate = func is torch.ops.aten.hardsigmoid_backward.default  # in float64 PyTorch's uses a float32 1 / 6
     approximate |= rounded_once(func, [dtype for _, dtype, _ in spec])
     approximate |= any(n.op in APPROXIMATE and n.args[0].dtype.is_floating_point for n in program.graph.nodes)

@@ -269,7 +269,8 @@ def test_transforms():
 def test_opcheck(op):
     from flexsn._capture.signature import make_signature
     from flexsn._capture.trace import Meta
-    from flexsn._operator.library import program_from, text_of
+    from flexsn._operator.library import text_of
+    from flexsn._program.cache import program_from
     from flexsn._program.captured import draw
 
     def core(x, v, w):

@@ -95,7 +95,7 @@ def test_prologues_and_epilogues_compute_the_same():
     statics = {n: t.detach() for n, t in (*core.named_parameters(), *core.named_buffers())}
     (want,), (got,) = ([t for t in p.prologue(statics).values() if t.shape == (4,) and t.sum() != 6.0] for p in (first, second))
     assert torch.equal(got, want)
-    sums = [torch.randn(first.vjp.frontier[r].meta["val"].shape) for r in first.vjp.epilogue((True, False))[1]]
+    sums = [torch.randn(first.vjp.sum_shape(r)) for r in first.vjp.epilogue((True, False))[1]]
     (want,), (got,) = (p.vjp.epilogue((True, False))[0](statics, sums).values() for p in (first, second))
     assert torch.equal(got, want) and got.shape == (4, 4)
 
@@ -147,9 +147,29 @@ def test_another_version():
 
 @pytest.mark.parametrize("op", ["aten.nothing.default", "nobody.add.Tensor", "aten.add.Nobody", "aten", "os.system.default", "aten.add"])
 def test_unknown_operators(op):
-    written = text.write(CASES["lif"](), vjp=False).replace("aten.add.Tensor", op)
+    written = text.write(CASES["lif"](), vjp=True)
+    assert "aten.sum.default" in written
     with pytest.raises(ProgramTextError):
-        text.read(written, CPU)
+        text.read(written.replace("aten.sum.default", op), CPU)
+
+
+@pytest.mark.parametrize("op", ["aten.add.Tensor", "nothing", "input", "const", "convert", "where", ""])
+def test_ops_outside_the_closed_set(op):
+    """Or in it, but with other arguments."""
+    data = json.loads(text.write(CASES["lif"](), vjp=False))
+    data["forward"]["graph"]["nodes"][0][1] = op
+    with pytest.raises(ProgramTextError):
+        text.read(json.dumps(data), CPU)
+
+
+def test_reading_lowers_nothing(monkeypatch):
+    """A program is made of its text without the rules of any ATen op."""
+    from flexsn._ir import lowering
+
+    written = text.write(CASES["adlif"](), vjp=True)
+    monkeypatch.setattr(lowering, "RULES", {})
+    program = Program("cpp", text.read(written, CPU), CPU)
+    assert program.vjp.graph.nodes and program.forward_plan((f32, f32), True, False).writes
 
 
 def test_a_broken_text_in_a_graph_says_so():

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from flexsn._codegen import cpp as render_cpp
 from flexsn._codegen.cpp_ops import TEXTS
 from flexsn._ir.ops import OPS
 from flexsn._operator import autograd as doors
-from flexsn._program import compiled as compiling
+from flexsn._program import cache as caching
 from flexsn._program.compiled import program_of
 from flexsn.errors import UnsupportedOpError
 
@@ -215,8 +215,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__.replace("_", " "))
 def test_a_fault_is_found(fault, monkeypatch):
-    for cache in ("_exact", "_by_layout", "_refused"):  # the same core without the fault, or with another
-        monkeypatch.setattr(compiling, cache, OrderedDict())
+    monkeypatch.setattr(caching, "PROGRAMS", caching.Programs())  # the same core without the fault, or with another
     case, kind = fault(monkeypatch)
     campaign.build([case], batch.FAST_BUILD)
     found = check(case)

@@ -21,7 +21,7 @@ from torch import nn
 import flexsn
 from flexsn import lowlevel
 from flexsn._operator import fallback
-from flexsn._program import compiled as compiling
+from flexsn._program import cache as caching
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._runtime import triton_kernel as launch_triton
 
@@ -224,11 +224,12 @@ def caches():
     """Entries of everything in flexsn that is kept between calls."""
     modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "flexsn"]
     things = {f"{m.__name__}.{n}": thing for m in modules for n, thing in vars(m).items() if not n.startswith("__")}
+    things |= {f"flexsn._program.cache.PROGRAMS.{n}": table for n, table in vars(caching.PROGRAMS).items()}
     kinds = collections.abc.MutableMapping, collections.abc.MutableSequence, collections.abc.MutableSet
     tables = {name: len(thing) for name, thing in things.items() if isinstance(thing, kinds)}
     memories = {name: thing.cache_info().currsize for name, thing in things.items() if hasattr(thing, "cache_parameters")}
     assert {
-        "flexsn._program.compiled._exact",
+        "flexsn._program.cache.PROGRAMS.exact",
         "flexsn._runtime.cpp_kernel._kernels",
         "flexsn.scan._looks",
         "flexsn._operator.library._launches",
@@ -278,9 +279,8 @@ def test_modules_made_and_dropped_leave_nothing(count, every):
 @on_cpu
 def test_kernels_that_no_program_uses_are_unloaded(monkeypatch):
     """Also: distinct cores without end do not fill the table of mapped files."""
-    monkeypatch.setattr(compiling, "_CACHE_SIZE", 2)
-    for table in ("_exact", "_by_layout", "_refused"):
-        monkeypatch.setattr(compiling, table, collections.OrderedDict())
+    monkeypatch.setattr(caching, "_SIZE", 2)
+    monkeypatch.setattr(caching, "PROGRAMS", caching.Programs())
     kept = closure_neuron()
     x = torch.randn(4, 3)
     paths = []
@@ -288,7 +288,7 @@ def test_kernels_that_no_program_uses_are_unloaded(monkeypatch):
         names = {}
         exec(f"def core(x, v):\n    v = v * 0.{k + 1}2345 + x\n    return v, v", names)
         flexsn.scan(names["core"], [x], [None])
-        ((_, program),) = [(key, p) for key, (p, _) in list(compiling._exact.items())[-1:]]
+        program, _ = list(caching.PROGRAMS.exact.values())[-1]
         paths += [kernel.path.name for kernel in program._kernels.values()]
         del names, program
     use(kept, x)
@@ -300,8 +300,8 @@ def test_kernels_that_no_program_uses_are_unloaded(monkeypatch):
 
 def test_programs_of_one_layout_are_bounded(monkeypatch):
     """A core that depends on its size needs a program per size."""
-    monkeypatch.setattr(compiling, "_MOST_CANDIDATES", 3)
-    monkeypatch.setattr(compiling, "_by_layout", collections.OrderedDict())
+    monkeypatch.setattr(caching, "_MOST_CANDIDATES", 3)
+    monkeypatch.setattr(caching, "PROGRAMS", caching.Programs())
 
     def core(x, v):
         return x * float(x.shape[0]), v
@@ -309,7 +309,7 @@ def test_programs_of_one_layout_are_bounded(monkeypatch):
     for n in (2, 3, 4, 5, 6, 7):
         x = torch.randn(3, n)
         assert torch.equal(flexsn.scan(core, [x], [None]).outputs[0], x * n)
-    assert [len(candidates) for candidates in compiling._by_layout.values()] == [3]
+    assert [len(candidates) for candidates in caching.PROGRAMS.by_layout.values()] == [3]
 
 
 def test_sources_of_steps_that_nobody_holds_are_dropped():

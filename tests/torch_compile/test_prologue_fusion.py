@@ -9,8 +9,8 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 
 from flexsn import FlexSN
-from flexsn._operator.library import program_from
 from flexsn._program import serialize as text
+from flexsn._program.cache import program_from
 from flexsn._torch_compile import prologue_fusion
 
 TAU, TH = 2.0, 1.0

@@ -1,0 +1,126 @@
+"""The one cache of programs in a process: by call, by layout of operands, and by text."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .._capture.reads import Reads, lock
+from .._capture.side_effects import no_side_effects
+from .._capture.signature import Signature, noting_default_states
+from .._capture.trace import Meta
+from .._runtime.backends import backend_of
+from .._torch.availability import require
+from .._torch.capture import no_modes
+from ..errors import CannotFuseError
+from .captured import Shapes
+from .compiled import Program, program_of
+from .serialize import read
+
+_SIZE = 512
+_MOST_CANDIDATES = 64  # programs of one layout: cores that depend on sizes need one per size
+
+
+class Programs:
+    """What is kept of programs, each table least recently used first.
+
+    Attributes:
+        exact: by everything that a call's program depends on: the program and the call's shapes, or why there is none.
+        by_layout: by the same without sizes: programs, one of which may serve.
+        by_text: by text, backend and device.
+    """
+
+    def __init__(self) -> None:
+        self.exact: OrderedDict[tuple, tuple[Program, Shapes] | CannotFuseError] = OrderedDict()
+        self.by_layout: OrderedDict[tuple, list[Program]] = OrderedDict()
+        self.by_text: OrderedDict[tuple[str, str, torch.device], Program] = OrderedDict()
+
+    def trim(self) -> None:
+        """Drop what was used longest ago."""
+        for table in (self.exact, self.by_layout, self.by_text):
+            while len(table) > _SIZE:
+                table.popitem(last=False)
+
+    def clear(self) -> None:
+        for table in (self.exact, self.by_layout, self.by_text):
+            table.clear()
+
+
+PROGRAMS = Programs()
+
+
+def program_for(
+    backend: str, core: Callable, reads: Reads, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
+    captured: dict[str, Tensor], num_outputs: int | None,
+) -> tuple[Program, Shapes]:  # fmt: skip
+    """Return the compiled program for a call, and the call's shapes.
+
+    Args:
+        metas: of inputs, states (None: default states) and params.
+        captured: captured tensors by path.
+    """
+    first: dict[int, str] = {}  # a tensor under two names is one to the trace
+    statics = tuple(
+        (path, first.setdefault(id(t), path), tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for path, t in captured.items()
+    )
+    base = (backend, reads.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype())
+    exact = (*base, tuple(metas))
+    with lock:
+        known = PROGRAMS.exact.get(exact)
+        if isinstance(known, CannotFuseError):
+            raise copy.copy(known)
+        if known is not None and known[0].fits(metas):
+            PROGRAMS.exact.move_to_end(exact)
+            return known
+        ins = sig.num_inputs + sig.num_states
+        layout = (*base, *(_pattern(m) for m in metas[:ins]), *metas[ins:])
+        given = [m.shape for m in metas[:ins] if m is not None]
+        candidates = PROGRAMS.by_layout.setdefault(layout, [])
+        for program in candidates:
+            shapes = program.blueprint.shapes(given)
+            if shapes is not None:
+                break
+        else:
+            require("fused kernels")
+            try:
+                states = metas[sig.num_inputs : ins]
+                dtype = metas[0].dtype  # type: ignore[union-attr]  # an input is there
+                with noting_default_states(sig, states, dtype), no_side_effects(reads, sig.core, core) as anew:
+                    program = program_of(backend, anew, sig, metas, device, captured, num_outputs)
+                program.kept = reads.opaque
+            except CannotFuseError as error:
+                PROGRAMS.exact[exact] = copy.copy(error)  # which holds no frames, as `error` does
+                PROGRAMS.trim()
+                raise
+            shapes = program.blueprint.shapes(given)
+            assert shapes is not None
+            candidates.append(program)
+            del candidates[:-_MOST_CANDIDATES]
+        PROGRAMS.exact[exact] = (program, shapes)
+        PROGRAMS.trim()
+        return program, shapes
+
+
+def _pattern(meta: Meta | None) -> tuple | None:
+    return None if meta is None else (tuple(n == 1 for n in meta.shape), meta.dtype)
+
+
+def program_from(program: str, device: torch.device, backend: str | None = None) -> Program:
+    """Return the program that a text describes, for operands on `device` (by default by the device's backend)."""
+    key = (program, backend or backend_of(device), device)
+    with lock:
+        if key not in PROGRAMS.by_text:
+            with no_modes():
+                PROGRAMS.by_text[key] = Program(key[1], read(program, device), device)
+            PROGRAMS.trim()
+        return PROGRAMS.by_text[key]
+
+
+def keep_under_text(program: str, made: Program) -> None:
+    """Keep a program under its text, which then need not be read in this process."""
+    with lock:
+        PROGRAMS.by_text.setdefault((program, backend_of(made.device), made.device), made)
