@@ -1,4 +1,4 @@
-"""DTensors as operands: how a neuron may lie on a device mesh, and what is reduced.
+"""Runs calls on DTensors: how a neuron may lie on a device mesh, and what is reduced.
 
 A neuron works elementwise on one step, so every dim of the step shape may be sharded and the kernel runs on the local part,
 without communication: an operand that has the sharded dim is sharded with it, one that broadcasts along it is replicated.
@@ -52,14 +52,14 @@ class Layout:
     dims: tuple[int | None, ...]
 
     def placements(self, shape: Sequence[int], step: Sequence[int]) -> list[Placement]:
-        """Of a tensor that broadcasts to the step shape in its last dims."""
+        """Return those of a tensor that broadcasts to the step shape in its last dims."""
         from torch.distributed.tensor import Replicate, Shard
 
         return [Replicate() if d is None or len(shape) + d < 0 or shape[d] != step[d] else Shard(len(shape) + d) for d in self.dims]
 
 
 def layout_of(operands: Sequence[tuple[DTensor, int]], step: Sequence[int]) -> Layout:
-    """Where a call runs: every dim of the mesh as the first operand that is sharded along it.
+    """Return where a call runs: every dim of the mesh as the first operand that is sharded along it.
 
     Args:
         operands: DTensors, each with the number of its dims in front of the step's.
@@ -108,7 +108,7 @@ def check_layouts(sig: Signature, inputs: Sequence[Tensor], states: Tensors, sta
 
 
 def settled(tensors: Tensors) -> list[Tensor | None]:
-    """Operands as DTensors of one mesh without partial sums, whose gradients come back in their own layouts.
+    """Return operands as DTensors of one mesh without partial sums, whose gradients come back in their own layouts.
 
     Plain ones among them (params, captured tensors) are the same on every rank: replicas.
     """
@@ -130,7 +130,7 @@ def settled(tensors: Tensors) -> list[Tensor | None]:
 
 
 def settled_groups(*groups: Tensors) -> list[Any]:
-    """As `settled`, group by group; as they are, if none is a DTensor."""
+    """Return what `settled` does, group by group; the groups as they are, if none holds a DTensor."""
     tensors: Tensors = [t for group in groups for t in group]
     if not any_dtensor(tensors):
         return list(groups)
@@ -139,12 +139,12 @@ def settled_groups(*groups: Tensors) -> list[Any]:
 
 
 def _of_one(tensor: Tensor, placement: Placement) -> bool:
-    """Whether a dim of size 1 is sharded: it lies on one rank, and may broadcast."""
+    """Return whether a dim of size 1 is sharded: it lies on one rank, and may broadcast."""
     return placement.is_shard() and tensor.shape[placement.dim] == 1  # type: ignore[attr-defined]  # a shard has it
 
 
 def replica(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A plain tensor, the same on every rank, as a DTensor."""
+    """Return a plain tensor, the same on every rank, as a DTensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -192,7 +192,7 @@ class _InOwnLayout(torch.autograd.Function):
 
 # --- the rules of the operators -----------------------------------------------------------------------------------------------------
 def _local(tensor: Tensor | None, layout: Layout, step: Sequence[int]) -> Tensor | None:
-    """The part of an operand that this rank's kernel reads."""
+    """Return the part of an operand that this rank's kernel reads."""
     if tensor is None or not is_dtensor(tensor):
         return tensor
     cut: Any = tensor.detach() if tensor.requires_grad else tensor  # below autograd; PyTorch 2.11 would do it in place, and cannot
@@ -200,7 +200,7 @@ def _local(tensor: Tensor | None, layout: Layout, step: Sequence[int]) -> Tensor
 
 
 def _local_step(layout: Layout, step: Sequence[int], operands: Sequence[tuple[Tensor, int]], locals_: Tensors) -> list[int]:
-    """The step shape of this rank's part; where it is not sharded, as it is."""
+    """Return the step shape of this rank's part; where it is not sharded, as it is."""
     sizes = list(step)
     for d in {d for d in layout.dims if d is not None}:
         sizes[d] = next(
@@ -212,7 +212,7 @@ def _local_step(layout: Layout, step: Sequence[int], operands: Sequence[tuple[Te
 
 
 def _whole(part: Tensor, layout: Layout, step: Sequence[int]) -> Tensor:
-    """A result, which has the step shape in its last dims, from this rank's part."""
+    """Return a result, which has the step shape in its last dims, from this rank's part."""
     from torch.distributed.tensor import DTensor
 
     shape = (*part.shape[: part.dim() - len(step)], *step)
@@ -225,7 +225,7 @@ def _whole(part: Tensor, layout: Layout, step: Sequence[int]) -> Tensor:
 def _sharded(
     groups: Sequence[Sequence[tuple[Tensor | None, int]]], step: Sequence[int], call: Callable[[list[list[Any]], list[int]], list[Tensor]]
 ) -> list[Tensor]:
-    """Redistribute, run on the local parts, wrap.
+    """Redistribute the operands, run a call on their local parts, and return its results as DTensors.
 
     Args:
         groups: operands, each with the number of its dims in front of the step's.
@@ -237,7 +237,7 @@ def _sharded(
     return [_whole(t, layout, step) for t in call(parts, _local_step(layout, step, flat, flat_parts))]
 
 
-def _rows(tensors: Tensors) -> list[tuple[Tensor | None, int]]:
+def _single_rows(tensors: Tensors) -> list[tuple[Tensor | None, int]]:
     return [(t, 0) for t in tensors]
 
 
@@ -247,14 +247,14 @@ def _sequences(tensors: Tensors) -> list[tuple[Tensor | None, int]]:
 
 def _forward_rule(cls, func, types, args, kwargs) -> list[Tensor]:
     program, inputs, states, params, step, *flags = args
-    groups = [_sequences(inputs), _rows(states), _rows(params)]
+    groups = [_sequences(inputs), _single_rows(states), _single_rows(params)]
     return _sharded(groups, step, lambda parts, local: func(program, *parts, local, *flags))
 
 
 def _backward_rule(cls, func, types, args, kwargs) -> list[Tensor]:
     program, inputs, states, params, checkpoints, cotangents, given, wanted, step = args
     grads = [(t, leading_dims(Role.of(role))) for t, role in zip(cotangents, given, strict=True)]
-    groups = [_sequences(inputs), _rows(states), _rows(params), _sequences(checkpoints), grads]
+    groups = [_sequences(inputs), _single_rows(states), _single_rows(params), _sequences(checkpoints), grads]
     return _sharded(groups, step, lambda parts, local: func(program, *parts, given, wanted, local))
 
 
@@ -276,7 +276,7 @@ def ready() -> None:
 
 # --- parallelize_module -------------------------------------------------------------------------------------------------------------
 def neuron_parallel(layout: Placement | None = None) -> Any:
-    """A `ParallelStyle` of `parallelize_module` for a `FlexSN` between sharded layers: its params become replicas on the mesh.
+    """Return a `ParallelStyle` of `parallelize_module` for a `FlexSN` between sharded layers: its params become replicas on the mesh.
 
     Inputs and outputs are this rank's parts as plain tensors, as `ColwiseParallel` gives and `RowwiseParallel` takes them; inside
     they are DTensors, so the gradients of params are reduced over the mesh. States are carried as DTensors.
@@ -304,7 +304,7 @@ def neuron_parallel(layout: Placement | None = None) -> Any:
 
 
 def _from_front(layout: Placement, tensor: Tensor) -> Placement:
-    """`Shard(-1)` as `Shard(tensor.dim() - 1)`."""
+    """Return a layout that counts dims from the front: `Shard(tensor.dim() - 1)` for `Shard(-1)`."""
     from torch.distributed.tensor import Shard
 
     return Shard(layout.dim % tensor.dim()) if isinstance(layout, Shard) else layout

@@ -1,4 +1,4 @@
-"""The eager loop: the core, step after step, in plain PyTorch. The oracle of every test, and `backend="torch"`."""
+"""Runs a core step after step in plain PyTorch: `backend="torch"`, and the oracle of every test."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def eager_loop(
 
 
 def _carrying_float32(core: Callable, sig: Signature) -> Callable:
-    """The core, with 16-bit states carried on in float32 as every kernel does."""
+    """Return the core, with 16-bit states carried on in float32 as every kernel does."""
 
     def run(*operands: Tensor) -> tuple[Tensor, ...]:
         returned = check_returns(sig, core(*operands), None)
@@ -94,7 +94,11 @@ def _carrying_float32(core: Callable, sig: Signature) -> Callable:
 
 
 def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Run step 0; default states take the shape and dtype that the core returns, given ones broadcast to it."""
+    """Run step 0; default states take the shape and dtype that the core returns, given ones broadcast to it.
+
+    Returns:
+        What the core returned, and the states that it was given.
+    """
     shape = step_shape(sig, [x.shape for x in step])
     step_shape(sig, [t.shape if t is not None else () for t in (*step, *states)])
     current = [v if v is not None else torch.zeros(shape, dtype=step[0].dtype, device=step[0].device) for v in states]
@@ -137,7 +141,7 @@ def _check_shapes(sig: Signature, before: Sequence[Tensor], after: Sequence[Tens
 
 
 def _check_states(sig: Signature, before: Sequence[Tensor], after: Sequence[Tensor], given: Sequence[Tensor | None] = ()) -> None:
-    """`given`: at the first step, the states that the call was given."""
+    """Raise if a state changes its shape or dtype. `given`: at the first step, the states that the call was given."""
     for k, (name, a, b) in enumerate(zip(sig.state_names, before, after, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise state_mismatch(sig, name, _meta(a), _meta(b), given=k < len(given) and given[k] is not None)
@@ -154,7 +158,7 @@ def _meta(tensor: Tensor) -> str:
 
 
 def _result_dtypes(core, sig, inputs, states, params) -> list[torch.dtype]:
-    """Dtypes of the core's returns on the operands as they are."""
+    """Return the dtypes of the core's returns on the operands as they are."""
     step = [x[0] if x.shape[0] else x.new_zeros(x.shape[1:]) for x in inputs]
     with torch.no_grad():
         returned, current = _first_step(core, sig, step, list(states), params, None)

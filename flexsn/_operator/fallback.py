@@ -1,4 +1,4 @@
-"""Saying, once per reason, that something slower than a fused kernel runs."""
+"""Warns, once per reason, that something slower than a fused kernel runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _MOST = 512  # reasons that are remembered: past so many they are said anew
 
 
 def warn_once(what: str, why: Exception) -> None:
-    """`what` runs, for the reason `why`."""
+    """Warn that `what` runs, for the reason `why`."""
     say_once(f"flexsn runs {what}: {why}", FallbackWarning)
 
 
 def say_once(text: str, category: type[Warning]) -> None:
+    """Warn, unless it was said before."""
     if text not in _warned:
         if len(_warned) >= _MOST:
             _warned.clear()
@@ -29,7 +30,7 @@ def say_once(text: str, category: type[Warning]) -> None:
 
 @contextlib.contextmanager
 def noting(what: str, why: Exception | None) -> Iterator[None]:
-    """An error of `what` carries the reason for which it ran, if there is one, and with it what to write instead."""
+    """Add to an error of `what`, as a note, the reason for which it ran, if there is one, and with it what to write instead."""
     try:
         yield
     except Exception as error:  # of the core's; raised again as it is
@@ -40,7 +41,7 @@ def noting(what: str, why: Exception | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unsaid() -> Iterator[None]:
-    """While inside nothing is said, and what would have been said still will be."""
+    """Silence warnings while inside; what would have been said still will be."""
     before = set(_warned)
     try:
         with warnings.catch_warnings():
@@ -51,7 +52,7 @@ def unsaid() -> Iterator[None]:
 
 
 def _users_level() -> int:
-    """How many frames up the first one outside flexsn and PyTorch is."""
+    """Return how many frames up the first one outside flexsn and PyTorch is."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(INTERNAL):
         frame, level = frame.f_back, level + 1

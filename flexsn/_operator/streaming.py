@@ -1,4 +1,4 @@
-"""A sequence in pieces: states go from piece to piece, and the backward reads and runs each piece again.
+"""Runs a sequence in pieces: states go from piece to piece, and the backward reads and runs each piece again.
 
 Between forward and backward only the states at the borders are kept, so a sequence may be longer than memory: its pieces
 may lie on disk, or be made when they are asked for.
@@ -24,7 +24,7 @@ Run = Callable[[tuple[Tensor, ...], Sequence[Tensor | None]], tuple[tuple[Tensor
 
 
 def in_pieces(x: Any) -> bool:
-    """Whether an input of `scan` is a sequence in pieces: a list, tuple, dataset or iterator, and no array."""
+    """Return whether an input of `scan` is a sequence in pieces: a list, tuple, dataset or iterator, and no array."""
     if isinstance(x, Tensor):
         return False
     if isinstance(x, (list, tuple)):
@@ -46,7 +46,7 @@ def scan_pieces(
     values: Callable[[], Any],
     of_reduce: Callable[[], dict[str, Tensor]],
 ) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:
-    """Outputs (lists of pieces, or sums of what `reduce` returns), final states, state sequences (lists of pieces).
+    """Run the pieces one after the other.
 
     Args:
         run: one piece: inputs and initial states -> outputs, final states, state sequences.
@@ -57,6 +57,12 @@ def scan_pieces(
         read_of: names of those that the pieces have read so far.
         values: the Python values that the core reads.
         of_reduce: the tensors that `reduce` captures, by path.
+
+    Returns:
+        Outputs (lists of pieces, or sums of what `reduce` returns), final states, state sequences (lists of pieces).
+
+    Raises:
+        PiecesError: pieces that cannot be read, or read again, or that do not fit each other.
     """
     if saved_tensors_hooks_off():
         raise PiecesError(
@@ -65,13 +71,13 @@ def scan_pieces(
         )  # fmt: skip
     if reduce is not None and not callable(reduce):
         raise PiecesError(f"`reduce` is {type(reduce).__name__}, not a function", core=core, hint=_REDUCE)
-    pieces, beside = _Pieces(core, names, inputs), _Beside(core, of_reduce)
+    pieces, captures = _Pieces(core, names, inputs), _ReduceCaptures(core, of_reduce)
     device = next((v.device for v in states if v is not None), None)
 
     def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
         read = pieces.read(k, device)
         again = pieces.check_unchanged(k, shared, values)
-        beside.check_unchanged(k, last=pieces.count == k + 1)
+        captures.check_unchanged(k, last=pieces.count == k + 1)
         outputs, finals, trail = run(read, states)
         if not again:
             tensors = shared()
@@ -90,7 +96,7 @@ def scan_pieces(
         states = finals
         trails.append(trail)
         found = [*found, results] if reduce is None or not found else [_summed(core, k, found[0], results)]
-    beside.settle()
+    captures.settle()
     outputs = tuple(list(y) for y in zip(*found, strict=True)) if reduce is None else found[0]
     return outputs, tuple(states), tuple(list(v) for v in zip(*trails, strict=True))  # type: ignore[arg-type]  # finals are there
 
@@ -99,7 +105,7 @@ _REDUCE = "It takes `(k, *outputs)` and returns this piece's part of a sum, for 
 
 
 def _reduced(core: str, k: int, value: Any) -> tuple[Any, ...]:
-    """What `reduce` returned, as a tuple of tensors or numbers."""
+    """Return what `reduce` returned, as a tuple of tensors or numbers."""
     found = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     for part in found:
         if not isinstance(part, (Tensor, int, float)):
@@ -124,7 +130,7 @@ _LOADER = (
 
 
 def _as_tensors(name: str, piece: Any) -> str:
-    """What to write in place of pieces that are no tensors."""
+    """Return what to write in place of pieces that are no tensors."""
     if hasattr(piece, "__array__"):
         return (
             f"Read arrays as tensors: `[torch.from_numpy(a) for a in {name}]`; those of a file on demand, by a class with "
@@ -164,7 +170,7 @@ class _Pieces:
         self.values: dict[int, Any] = {}
 
     def numbers(self) -> Iterator[int]:
-        """0, 1, ... while there are pieces; those of iterators wait to be read."""
+        """Yield 0, 1, ... while there are pieces; those of iterators wait to be read."""
         for k in itertools.count() if self.count is None else range(self.count):
             self.waiting = [None if stream is None else next(stream, None) for stream in self.streams]
             ended = [w is None for w, stream in zip(self.waiting, self.streams, strict=True) if stream is not None]
@@ -180,7 +186,7 @@ class _Pieces:
             raise PiecesError("there are no pieces", core=self.core)
 
     def read(self, k: int, device: torch.device | None) -> tuple[Tensor, ...]:
-        """Piece `k` of every input, on `device`."""
+        """Return piece `k` of every input, on `device`."""
         found = [w if stream is not None else x[k] for x, w, stream in zip(self.inputs, self.waiting, self.streams, strict=True)]
         for name, piece in zip(self.names, found, strict=True):
             if not isinstance(piece, Tensor):
@@ -190,7 +196,7 @@ class _Pieces:
         return tuple(found if device is None else [piece.to(device, non_blocking=True) for piece in found])
 
     def note(self, k: int, read: Sequence[Tensor], shared: dict[str, Tensor], values: Any) -> None:
-        """What piece `k` used when it was run first.
+        """Remember what piece `k` used when it was run first.
 
         Args:
             shared: params and captured tensors, by name.
@@ -232,7 +238,7 @@ class _Pieces:
             )  # fmt: skip
 
 
-class _Beside:
+class _ReduceCaptures:
     """The tensors that `reduce` captures and leaves as they are, such as weights and targets. What it changes itself (running
     statistics, what it keeps for a plot) is its own matter, but for tensors that are trained: their gradient would be wrong."""
 
@@ -244,7 +250,7 @@ class _Beside:
         return {path: (t, t._version) for path, t in self.of_reduce().items() if not t.is_inference()}
 
     def settle(self) -> None:
-        """After the last piece: what the calls of `reduce` left alone is watched from here on, and what is trained."""
+        """Watch, from the end of the last piece on, what the calls of `reduce` left alone and what is trained."""
         now = self._now()
         there = {path: (t, v) for path, (t, v) in self.seen.items() if path in now and now[path][0] is t}
         self.seen = {path: (t, v) for path, (t, v) in there.items() if now[path][1] == v or t.requires_grad}

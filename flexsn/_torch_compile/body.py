@@ -56,7 +56,7 @@ def blueprint_of_body(
     sources = _size_sources(metas[:ins])
 
     def kind(value: Any) -> Callable[..., Any]:
-        """What makes, for the operands of a run, what the body takes in this place."""
+        """Return what makes, from the operands of a run, the value that the body takes in this place."""
         if isinstance(value, Tensor):
             shape, dtype, device, grad = exactly(value.shape), value.dtype, value.device, value.requires_grad
             stand_in = torch.empty(shape, dtype=dtype, device=device, requires_grad=grad)
@@ -88,16 +88,17 @@ def blueprint_of_body(
 
 
 def captured_name(place: int) -> str:
-    """The name of a captured tensor by its place among them; `captured_place` gives it back."""
+    """Return the name of a captured tensor by its place among them; `captured_place` gives it back."""
     return f"captured_{place}"
 
 
 def captured_place(name: str) -> int:
+    """Return the place that `captured_name` wrote."""
     return int(name.rpartition("_")[2])
 
 
 def _size_sources(metas: Sequence[Meta | None]) -> dict[str, tuple[int, int]]:
-    """Where to read each symbolic size: of which operand, in which dim, counted from the last."""
+    """Return where to read each symbolic size: of which operand, in which dim, counted from the last."""
     found: dict[str, tuple[int, int]] = {}
     for i, meta in enumerate(metas):
         for d, n in enumerate(meta.shape if meta else ()):

@@ -28,7 +28,7 @@ Body = Callable[[Tensors, Tensors, Tensors], tuple[list[Tensor], list[Tensor]]] 
 
 
 def decompose(program: torch.export.ExportedProgram, loop: str = "scan") -> torch.export.ExportedProgram:
-    """An exported program without flexsn's operators, for inference: what `torch.onnx.export` and others take.
+    """Return an exported program without flexsn's operators, for inference: what `torch.onnx.export` and others take.
 
     It computes what the kernels do: 16-bit floats in float32, default states from zeros. No gradient flows through its
     neurons: surrogate gradients are gone, and autograd would find others in their place. Nor does a tangent of
@@ -60,7 +60,7 @@ def decompose(program: torch.export.ExportedProgram, loop: str = "scan") -> torc
 
 
 def _forward(loop: Callable, text: str, inputs: Tensors, states, params: Tensors, step, checkpoints, save, sequences) -> list[Tensor]:
-    """What `flexsn::forward` returns, by a loop."""
+    """Return what `flexsn::forward` does, by a loop."""
     made = program_from(text, inputs[0].device)
     graph, outs, n = made.graph, made.num_outputs, made.sig.num_states
     if save:
@@ -73,7 +73,7 @@ def _forward(loop: Callable, text: str, inputs: Tensors, states, params: Tensors
     xs = [_expand(x, (x.shape[0], *step)) for x in inputs]
 
     def body(steps: Tensors, current: Tensors, params: Tensors) -> tuple[list[Tensor], list[Tensor]]:
-        """New states, and what is kept of every step: outputs, and states if asked for."""
+        """Return new states, and what is kept of every step: outputs, and states if asked for."""
         operands = ((Kind.INPUT, steps), (Kind.STATE, current), (Kind.PARAM, params))
         found = run_step(graph, {Role(kind, k): t for kind, ts in operands for k, t in enumerate(ts)}, steps[0])
         new = [found[v] for v in after]
@@ -122,7 +122,7 @@ _TAKES_NUMBER = frozenset("add sub mul div pow eq ne lt le gt ge".split())  # as
 
 
 def run_step(graph: Graph, given: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
-    """A step graph in ATen ops: results by role, in the shape of `like`."""
+    """Run a step graph in ATen ops; return results by role, in the shape of `like`."""
     env = {node: given[role].to(node.dtype) for role, node in graph.inputs.items()}
 
     def get(node: Node, as_number: bool = False) -> Any:
@@ -141,7 +141,7 @@ def _expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _distinct(tensors: Sequence[Tensor], besides: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Copies in place of what shares memory: a scan neither takes nor returns the same memory twice, nor returns what it takes."""
+    """Return copies in place of what shares memory: a scan neither takes nor returns the same memory twice, nor returns what it takes."""
     seen, found = {memory_of(t) for t in besides}, []
     for tensor in tensors:
         found.append(tensor.clone() if memory_of(tensor) in seen else tensor)

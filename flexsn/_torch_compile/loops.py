@@ -1,4 +1,4 @@
-"""A core over time without a kernel: by a Python loop, by PyTorch's `scan` operator, by PyTorch's `while_loop` operator.
+"""Runs a core over time without a kernel: by a Python loop, by PyTorch's `scan` operator, by PyTorch's `while_loop` operator.
 
 All take `(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=None)`. `flat_args` are the input
 sequences `[T, *shape]`, then the initial states `[*shape]`, then lifted tensors, which go to every step as they are. The
@@ -64,7 +64,7 @@ def eager_scan(
 def eager_scan_final_state(
     core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
 ) -> tuple[Tensor, ...]:
-    """`eager_scan` with final states `[*shape]` in place of state sequences."""
+    """Run `eager_scan` with final states `[*shape]` in place of state sequences."""
     return python_loop(
         core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs, states="final"
     )
@@ -93,7 +93,7 @@ def lowerable_scan(
 def lowerable_scan_final_state(
     core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
 ) -> tuple[Tensor, ...]:
-    """`lowerable_scan` with final states `[*shape]` in place of state sequences."""
+    """Run `lowerable_scan` with final states `[*shape]` in place of state sequences."""
     return scan_operator(
         core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs, states="final"
     )
@@ -118,19 +118,19 @@ def lowerable_while_loop_scan(
 def lowerable_while_loop_scan_final_state(
     core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
 ) -> tuple[Tensor, ...]:
-    """`lowerable_while_loop_scan` with final states `[*shape]` in place of state sequences."""
+    """Run `lowerable_while_loop_scan` with final states `[*shape]` in place of state sequences."""
     return while_loop_operator(
         core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs, states="final"
     )
 
 
 def lowerable_scan_available() -> bool:
-    """Whether this PyTorch has the `scan` operator."""
+    """Return whether this PyTorch has the `scan` operator."""
     return torch_scan() is not None
 
 
 def lowerable_while_loop_available() -> bool:
-    """Whether this PyTorch has the `while_loop` operator that stacks results."""
+    """Return whether this PyTorch has the `while_loop` operator that stacks results."""
     return torch_while_loop() is not None
 
 
@@ -139,7 +139,7 @@ def python_loop(
     core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`eager_scan`, or with `states="final"` `eager_scan_final_state`."""
+    """Run `eager_scan`, or with `states="final"` `eager_scan_final_state`."""
     inputs, current, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, current, lifted, num_outputs, output_template_specs, states)
@@ -159,7 +159,7 @@ def scan_operator(
     core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`lowerable_scan`, or with `states="final"` `lowerable_scan_final_state`."""
+    """Run `lowerable_scan`, or with `states="final"` `lowerable_scan_final_state`."""
     scan = torch_scan()
     if scan is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `scan` operator; use `eager_scan`")
@@ -209,7 +209,8 @@ def _refuse_transforms(operator: str, *taken: str) -> None:
 
 
 def _refuse_trace() -> None:
-    """PyTorch's `while_loop` lifts no tensors that a body closes over but under Dynamo: elsewhere a trace would hold fakes of them."""
+    """Raise in a trace other than Dynamo's: PyTorch's `while_loop` lifts no tensors that a body closes over there, and the trace would hold
+    fakes of them."""
     if traced_to_fx():
         raise RuntimeError(
             "PyTorch's `while_loop` cannot be traced by `make_fx` or by an export with `strict=False`: use `lowerable_scan`, or export "
@@ -232,7 +233,7 @@ def _check_floating(results: Sequence[Tensor]) -> None:
 
 
 def _requiring_grad(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor itself, or its value as a result that requires grad: `scan` differentiates all of its results or none."""
+    """Return the tensor itself, or its value as a result that requires grad: `scan` differentiates all of its results or none."""
     return tensor if tensor.requires_grad else tensor - like.flatten()[:0].sum().to(tensor.dtype)  # minus nothing
 
 
@@ -241,7 +242,7 @@ def while_loop_operator(
     core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`lowerable_while_loop_scan`, or with `states="final"` `lowerable_while_loop_scan_final_state`."""
+    """Run `lowerable_while_loop_scan`, or with `states="final"` `lowerable_while_loop_scan_final_state`."""
     while_loop = torch_while_loop()
     if while_loop is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `while_loop` operator that stacks results; use `eager_scan`")
@@ -324,7 +325,7 @@ def empty_results(
     core_fn: Core, inputs: Sequence[Tensor], states: Sequence[Tensor], lifted: Sequence[Tensor], num_outputs: int,
     output_template_specs: Specs, kind: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """What a scan over T == 0 steps returns. The core does not run; without specs (under Dynamo) it is traced for its shapes."""
+    """Return what a scan over T == 0 steps does. The core does not run; without specs (under Dynamo) it is traced for its shapes."""
     specs = output_template_specs
     if specs is None and num_outputs > 0:
         returned = _step(core_fn, [x.new_zeros(x.shape[1:]) for x in inputs], states, lifted, num_outputs)
@@ -339,7 +340,7 @@ def empty_results(
 def _step(
     core_fn: Core, inputs: Sequence[Tensor], states: Sequence[Tensor], lifted: Sequence[Tensor], num_outputs: int
 ) -> tuple[Tensor, ...]:
-    """The core at one step: outputs, then new states."""
+    """Run the core at one step; return outputs, then new states."""
     returned = core_fn(*inputs, *states, *lifted)
     values = (returned,) if isinstance(returned, Tensor) else returned
     if not isinstance(values, (tuple, list)) or not all(isinstance(y, Tensor) for y in values):
@@ -351,7 +352,7 @@ def _step(
 
 
 def _as_returned(core_fn: Core, states: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-    """States as they go into a step, expanded to the shape in which they come out of it."""
+    """Return states as they go into a step, expanded to the shape in which they come out of it."""
     for i, (before, after) in enumerate(zip(states, new, strict=True)):
         dims = zip(reversed(before.shape), reversed(after.shape), strict=False)
         if before.dtype != after.dtype or before.dim() > after.dim() or any(a != b and a != 1 for a, b in dims):
@@ -361,7 +362,7 @@ def _as_returned(core_fn: Core, states: Sequence[Tensor], new: Sequence[Tensor])
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """A contiguous copy: the operators refuse results that share memory with operands or each other."""
+    """Return a contiguous copy: the operators refuse results that share memory with operands or each other."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
