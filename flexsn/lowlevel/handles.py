@@ -5,6 +5,7 @@ An entry lives while somebody owns it (a module, say) or uses it (a recorded aut
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -136,14 +137,9 @@ def _release(handle: Any, kind: str) -> None:
 
 
 def _close(entry: FlexSNKernelHandle) -> None:
-    """Close every kernel, and raise what the first that failed raised."""
-    errors: list[Exception] = []
+    """Close every kernel once, also where one of them raises."""
     values = [getattr(entry, f.name) for f in fields(entry)]
-    for kernel in {id(v): v for v in values}.values():
-        try:
+    with contextlib.ExitStack() as closing:
+        for kernel in {id(v): v for v in values}.values():
             if callable(getattr(kernel, "close", None)):
-                kernel.close()
-        except Exception as error:  # raised again below
-            errors.append(error)
-    if errors:
-        raise errors[0]
+                closing.callback(kernel.close)

@@ -36,6 +36,20 @@ class Layout:
         return self.step != tuple(torch.broadcast_shapes(*[m.shape for m in self.args]))
 
 
+class StepRoles(NamedTuple):
+    """What a step takes and returns, by role (`_ir/roles.py`).
+
+    Attributes:
+        takes: roles of its arguments, in order.
+        returns: roles of its results, in order; None for one that is of no use.
+        carried: what goes to the next step, and the result that it is made of, in a dtype of its own.
+    """
+
+    takes: Sequence[Role]
+    returns: Sequence[Role | None]
+    carried: Mapping[Role, Role]
+
+
 class _Fields(NamedTuple):
     num_inputs: int
     num_outputs: int
@@ -100,9 +114,28 @@ class FlexSNInfo(_Fields):
         """Return the roles of cotangents: of outputs, and of final states (so also at one step) or of state sequences."""
         return [*roles(Kind.OUTPUT_GRAD, self.num_outputs), *roles(Kind.STATE_GRAD if final else Kind.STATES_GRAD, self.num_states)]
 
+    def forward_roles(self) -> StepRoles:
+        """Return the roles of a forward step."""
+        stored = iter(self.returns)
+        returns = [next(stored) if name != "_" else None for name in self.fwd_core_recipients]
+        return StepRoles(self.args, returns, {v: self.returns[self.num_outputs + k] for k, v in enumerate(self.states)})
+
+    def backward_roles(self, names: Sequence[str]) -> StepRoles:
+        """Return the roles of a backward step with arguments of these names: after the saved values all cotangents, or those that it names
+        `grad_k`, of return k."""
+        given, every = list(names)[len(self.saved) :], self.cotangents(final=True)
+        by_name = dict(zip(given, every, strict=True) if len(given) == len(every) else ((f"grad_{k}", r) for k, r in enumerate(every)))
+        if not all(name in by_name for name in given):
+            raise GraphCaptureError(
+                f"a backward step of {len(self.saved)} saved values and cotangents {given}, for {len(every)} returns",
+                hint="A step that lacks some cotangents names the others `grad_k`, of return k.",
+            )
+        returns = [r.grad for r in self.args]
+        return StepRoles([*self.saved, *(by_name[name] for name in given)], returns, {v.grad: v.grad for v in self.states})
+
     # --- a call ----------------------------------------------------------------------------------------------------------------
     def dtypes(self, given: Mapping[Role, torch.dtype]) -> dict[Role, torch.dtype]:
-        """Return dtypes in memory by role, of arguments, returns and saved values.
+        """Return dtypes in memory by role, of arguments, returns, saved values and gradients.
 
         Args:
             given: those of the call's operands, for what the info does not know.
@@ -110,14 +143,16 @@ class FlexSNInfo(_Fields):
         known = [*self.args, *self.returns]
         if self.layout is not None:
             found = {r: m.dtype for r, m in zip(known, (*self.layout.args, *self.layout.returns), strict=True)}
-            return found | {r: found[Role(Kind.OUTPUT, j)] for r, j in zip(self.saved, self.c2k_return_mapping, strict=True)}
-        default = next((d for r, d in given.items() if r == Role(Kind.INPUT, 0) or r.kind.is_grad), torch.float32)
-        found = {}
-        for r in known:
-            alike = (r, r.grad, r.to(Kind.STATES_GRAD)) if r.kind is Kind.STATE else (r, r.grad)
-            found[r] = next((given[role] for role in alike if role in given), default)
-        found |= {Role(Kind.OUTPUT, self.num_outputs + k): found[v] for k, v in enumerate(self.states)}
-        return found | {r: given.get(r, found[Role(Kind.OUTPUT, j)]) for r, j in zip(self.saved, self.c2k_return_mapping, strict=True)}
+            given = {}
+        else:
+            default = next((d for r, d in given.items() if r == Role(Kind.INPUT, 0) or r.kind.is_grad), torch.float32)
+            found = {}
+            for r in known:
+                alike = (r, r.grad, r.to(Kind.STATES_GRAD)) if r.kind is Kind.STATE else (r, r.grad)
+                found[r] = next((given[role] for role in alike if role in given), default)
+            found |= {Role(Kind.OUTPUT, self.num_outputs + k): found[v] for k, v in enumerate(self.states)}
+        saved = {r: given.get(r, found[Role(Kind.OUTPUT, j)]) for r, j in zip(self.saved, self.c2k_return_mapping, strict=True)}
+        return found | saved | {r.grad: found[r] for r in known}
 
     def step_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the step shape of operands of these step shapes; what the core captures may make it larger.

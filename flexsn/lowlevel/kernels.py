@@ -41,8 +41,10 @@ class StepKernel:
     _hint: str | None = None  # where that refuses
     _source = ""  # what stands before the text of the kernel
 
-    def __init__(self, kind: str, info: FlexSNInfo, core: str):
+    def __init__(self, kind: str, info: FlexSNInfo, core: str, names: Sequence[str]):
+        """`names`: of the step's arguments."""
         self.kind, self.info, self.core = kind, info, core
+        self._roles = info.backward_roles(names) if kind == "backward" else info.forward_roles()
         self._loaded: dict[tuple, Any] = {}
 
     def __repr__(self) -> str:
@@ -97,11 +99,10 @@ class SourceKernel(StepKernel):
     _backend, _hint = "triton", "Kernels that `build_*` makes of a core run on the CPU too."
 
     def __init__(self, kind: str, core_str: str, core_name: str, info: FlexSNInfo, verbose: bool):
-        super().__init__(kind, info, core_name)
         self._function = compile_triton_code_str(core_str, core_name)  # the table of them is weak: this keeps it
+        super().__init__(kind, info, core_name, self._function.arg_names)
         # The text of a kernel goes on in a module of its own, since Triton takes functions of one name in one module for one function.
         self._source = f"{complete(core_str)}\n\n{FUNCTION}, __name__ = {core_name}, __name__ + '.kernel'\n\n"
-        self._cotangents = _cotangents(self._function, info) if kind == "backward" else []
         if verbose:
             print(self.render()[1])
 
@@ -110,32 +111,8 @@ class SourceKernel(StepKernel):
         storage, every = self.info.dtypes({}), self.info.cotangents(final=False)
         return self._render(BACKENDS["triton"], self._step(torch.device("cuda"), storage), storage, every if present is None else present)
 
-    def _step(self, device: torch.device, storage: Dtypes) -> WrittenStep:
-        info = self.info
-        if self.kind == "backward":
-            takes = {r: storage[r] for r in info.saved} | {r: storage[r.primal] for r in self._cotangents}
-            gives = {r.grad: storage[r] for r in info.args}
-            return WrittenStep(self.core, takes, list(gives), gives, {v.grad: v.grad for v in info.states})
-        stored = iter(info.returns)
-        returns = [next(stored) if name != "_" else "_" for name in info.fwd_core_recipients]
-        outputs = {r: storage[r] for r in (*info.returns, *info.states)}
-        carried = {v: Role(Kind.OUTPUT, info.num_outputs + k) for k, v in enumerate(info.states)}
-        return WrittenStep(self.core, {r: storage[r] for r in info.args}, returns, outputs, carried)
-
-
-def _cotangents(function: Any, info: FlexSNInfo) -> list[Role]:
-    """Return the roles of the cotangents that a backward step function takes: all of them, or those that it names `grad_k`."""
-    names = list(function.arg_names)[len(info.c2k_return_mapping) :]
-    roles = info.cotangents(final=True)
-    if len(names) == len(roles):
-        return roles
-    by_name = {f"grad_{k}": role for k, role in enumerate(roles)}
-    if not all(name in by_name for name in names):
-        raise GraphCaptureError(
-            f"a backward step of {len(info.c2k_return_mapping)} saved values and cotangents {names}, for {len(roles)} returns",
-            hint="A step that lacks some cotangents names the others `grad_k`, of return k.",
-        )
-    return [by_name[name] for name in names]
+    def _step(self, device: torch.device, storage: Dtypes) -> Graph:
+        return WrittenStep(self.core, self._roles, storage)
 
 
 def get_flexsn_inference_kernel(core_str: str, core_name: str, info: FlexSNInfo, verbose: bool = False) -> StepKernel:
@@ -177,7 +154,7 @@ class GraphKernel(StepKernel):
     """A kernel of a step graph, in the language of the operands' device."""
 
     def __init__(self, kind: str, core: str, info: FlexSNInfo, graph: fx.Graph):
-        super().__init__(kind, info, core)
+        super().__init__(kind, info, core, [n.name for n in graph.find_nodes(op="placeholder")])
         self._graph = graph
         self._closed: dict[str, ClosedStep] = {}
         self._close(example_device(graph))
@@ -191,19 +168,7 @@ class GraphKernel(StepKernel):
     def _close(self, device: torch.device) -> ClosedStep:
         """Return the step over the closed op set, by the eager rules of a device."""
         if device.type not in self._closed:
-            info = self.info
-            if self.kind == "backward":
-                roles = {f"grad_{k}": role for k, role in enumerate(info.cotangents(final=True))}
-                cotangents = self._graph.find_nodes(op="placeholder")[len(info.saved) :]
-                takes, carried = [*info.saved, *(roles[n.name] for n in cotangents)], {v.grad: v for v in info.states}
-                gives = {r.grad: k for k, r in enumerate(info.args)}
-            else:
-                takes, carried = info.args, {v: v for v in info.states}
-                first = [k for k, name in enumerate(info.fwd_core_recipients) if name != "_"]
-                gives = dict(zip(info.returns, first, strict=True)) | {v: info.num_outputs + k for k, v in enumerate(info.states)}
-            storage = info.dtypes({})
-            kept = {role: storage[v] for role, v in carried.items()}
-            self._closed[device.type] = ClosedStep(self._graph, self.core, takes, gives, kept, device)
+            self._closed[device.type] = ClosedStep(self._graph, self.core, self._roles, self.info.dtypes({}), device)
         return self._closed[device.type]
 
 

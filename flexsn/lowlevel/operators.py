@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .._operator.no_gradient import no_forward_mode, refuse_forward_mode
+from .._operator.no_gradient import refuse_forward_mode
 from .._torch.autograd import skipping_autograd
 from .._torch.transforms import active_transforms, transforms_active
 from ..errors import DoubleBackwardError, MissingGradientError, OperandCountError
@@ -184,10 +184,6 @@ class _Training(torch.autograd.Function):
             return None, None, *[None] * ctx.num_args
         found = torch.ops.flexsn.handle_backward(ctx.handle, ctx.final, given, saved, templates)
         return None, None, *[g if g.is_floating_point() else None for g in found]
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise no_forward_mode(_of(ctx.handle))
 
 
 def _of(handle: int) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ from .._runtime.triton_kernel import _define
 from .._torch.availability import require
 from ..errors import CannotFuseError, UnsupportedOpError
 from .graphs import output_values
-from .info import meta_of
+from .info import StepRoles, meta_of
 
 
 class ClosedStep:
@@ -40,15 +40,14 @@ class ClosedStep:
     """
 
     def __init__(
-        self, graph: fx.Graph, name: str, takes: Sequence[Role], gives: Mapping[Role, int], carried: Mapping[Role, torch.dtype],
-        device: torch.device | None = None, numbers: bool = False,
+        self, graph: fx.Graph, name: str, roles: StepRoles, dtypes: Mapping[Role, torch.dtype], device: torch.device | None = None,
+        numbers: bool = False,
     ):  # fmt: skip
         """Close an ATen graph.
 
         Args:
-            takes: roles of its arguments.
-            gives: roles of the outputs, and which of its returns each is; a return of None has none.
-            carried: dtypes of the outputs that go from step to step; without a return they are zero.
+            roles: of its arguments and returns. What is carried and made of a return of None is zero; another one is no output.
+            dtypes: of what is carried.
             device: whose eager rules hold; by default that of the first argument.
             numbers: write captured tensors of one element as numbers, and refuse others.
 
@@ -64,7 +63,10 @@ class ClosedStep:
         metas = [*map(meta_of, leaves), *(Meta(tuple(t.shape), t.dtype) for t in self._constants.values())]
         self._names = names[len(leaves) :]
         values = output_values(graph)
+        gives = {role: k for k, role in enumerate(roles.returns) if role is not None}
+        gives |= {role: gives[source] for role, source in roles.carried.items()}
         found = {role: node for role, k in gives.items() if (node := values[k]) is not None}
+        carried = {role: dtypes[role] for role in roles.carried}
         device = device or example_device(graph)
 
         def replay(*operands: Tensor) -> list[Tensor]:
@@ -75,21 +77,21 @@ class ClosedStep:
 
         try:
             recorded = trace(replay, sig, metas, device, {}, vjp=False)
-            ins = dict(zip(takes, recorded.operands, strict=False))
+            ins = dict(zip(roles.takes, recorded.operands, strict=False))
             outs = dict(zip(found, recorded.returns, strict=True))
-            self.graph, statics = lower(name, ins, outs, dict(carried), device)
+            self.graph, statics = lower(name, ins, outs, carried, device)
             static = static_graph(recorded, statics)
             self._prologue = cut(static, static.params)
             if numbers and statics:
                 for role, param in self.params().items():
                     statics[role].meta["uniform"] = _number(param, name)
-                self.graph, _ = lower(name, ins, outs, dict(carried), device)
+                self.graph, _ = lower(name, ins, outs, carried, device)
         except CannotFuseError as error:
             if isinstance(error, UnsupportedOpError):
                 raise
             raise UnsupportedOpError(error.reason, core=name, hint=error.hint) from error
-        for role in carried:
-            self.graph.outputs.setdefault(role, Builder(name).const(0, carried[role]))
+        for role, dtype in carried.items():
+            self.graph.outputs.setdefault(role, Builder(name).const(0, dtype))
 
     def params(self) -> dict[Role, Tensor]:
         """Return the values of `p*`, computed from the captured tensors as they are now."""
@@ -145,8 +147,8 @@ def generate_triton_code_str(graph: fx.Graph, fn_name: str) -> tuple[str, str]:
     name = safe(fn_name).replace(".", "_")
     name = name if name.isidentifier() else f"core_{name}"
     takes = roles(Kind.INPUT, len(graph.find_nodes(op="placeholder")))
-    gives = {Role(Kind.OUTPUT, k): k for k, _ in enumerate(output_values(graph))}
-    closed = ClosedStep(graph, fn_name, takes, gives, {}, numbers=True).graph
+    gives = roles(Kind.OUTPUT, len(output_values(graph)))
+    closed = ClosedStep(graph, fn_name, StepRoles(takes, gives, {}), {}, numbers=True).graph
     results = [role if role in closed.outputs else None for role in gives]
     unique = f"{name}_{hashlib.sha256(render_step(closed, name, takes, results).encode()).hexdigest()[:12]}"
     return render_step(closed, unique, takes, results), unique
