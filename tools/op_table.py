@@ -34,7 +34,7 @@ from torch import Tensor
 import flexsn
 from flexsn._capture.reads import lock
 from flexsn._ir.graph import interpret
-from flexsn._plan.plan import Plan
+from flexsn._plan.plan import KernelPlan
 from flexsn._program.cache import PROGRAMS
 from flexsn._runtime.backends import BACKENDS
 
@@ -276,7 +276,7 @@ def judge(name: str, every: int = 1, backend: str = "cpp", device: str = "cpu") 
 class InterpretedKernel:
     """Runs the plan of a core without states by the eager meaning of its closed ops."""
 
-    def __init__(self, plan: Plan, source: str):
+    def __init__(self, plan: KernelPlan, source: str):
         self.plan, self.source = plan, source
 
     def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[Sequence[Tensor], Sequence[int]], None]:

@@ -16,7 +16,7 @@ import torch
 
 from .._ir.graph import Graph, Node
 from .._ir.roles import Kind, of_kind
-from .._plan.plan import Array, Plan
+from .._plan.plan import Array, KernelPlan
 from .cpp_ops import NEEDS, TEXTS
 from .language import Language, safe, title
 
@@ -30,13 +30,13 @@ COMPUTE = {**ROW, torch.bool: "bool"}
 _ROUND = {torch.float16: "flexsn::round_half({0})", torch.bfloat16: "flexsn::round_bfloat16({0})"}
 
 
-def render(plan: Plan) -> str:
+def render(plan: KernelPlan) -> str:
     """The kernel's source text."""
     body = _forward(plan) if plan.direction == "forward" else _backward(plan)
     return "\n".join([*_header(plan), *body, ""])
 
 
-def _header(plan: Plan) -> list[str]:
+def _header(plan: KernelPlan) -> list[str]:
     graphs = [g for g in (plan.step, plan.advance) if g is not None]
     uses = sorted({line for g in graphs for n in g.nodes for line in NEEDS.get(n.op, ())})
     includes = [u for u in uses if u[0] == "#"]
@@ -116,7 +116,7 @@ _CPP = Language(
 
 
 # --- the frame around it --------------------------------------------------------------------------------------------------
-def _open(plan: Plan) -> list[str]:
+def _open(plan: KernelPlan) -> list[str]:
     """Signature of `run`, its arrays, and the parallel region with one thread's rows."""
     lines = ['extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {']
     for i, a in enumerate(plan.arguments):
@@ -150,7 +150,7 @@ def _open(plan: Plan) -> list[str]:
     return lines
 
 
-def _close(plan: Plan) -> list[str]:
+def _close(plan: KernelPlan) -> list[str]:
     """Store the last rows and end the parallel region."""
     rows = [f"      last_row({a.role}_row, begin, size, {a.role}_last);" for a in plan.writes if a.kind == "row"]
     return [*rows, "    }", "    if (large) fence();", "  }", "  return failed;", "}"]
@@ -160,7 +160,7 @@ def _pointer(a: Array, read: bool) -> str:
     return f"{a.role}_seq" if a.kind != "row" else f"{a.role}_first" if read else f"{a.role}_last"
 
 
-def _scratch_rows(plan: Plan) -> list[tuple[str, str, str]]:
+def _scratch_rows(plan: KernelPlan) -> list[tuple[str, str, str]]:
     """Name, type and length of one thread's rows: buffers of sequences, spread params, carried rows, recomputed states."""
     rows = [(f"{a.role}_buffer", STORAGE[a.storage], "tile") for a in plan.arguments if a.kind == "sequence"]
     rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.arguments if a.kind == "param"]
@@ -170,14 +170,14 @@ def _scratch_rows(plan: Plan) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _scratch_bytes(plan: Plan) -> int:
+def _scratch_bytes(plan: KernelPlan) -> int:
     """Scratch bytes per neuron of a tile; sizes of C++ types are those of the dtypes, but 16-bit floats compute in 4."""
     size = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "bool8": 1, "uint8_t": 1}
     sizes = size | {f"int{8 * n}_t": n for n in (1, 2, 4, 8)}
     return sum(sizes[ctype] * (plan.chunk if count != "tile" else 1) for _, ctype, count in _scratch_rows(plan))
 
 
-def _rows(plan: Plan, indent: str, roles: Container[str] | None = None) -> list[str]:
+def _rows(plan: KernelPlan, indent: str, roles: Container[str] | None = None) -> list[str]:
     """Where the rows of a step are."""
     lines = []
     for i, a in enumerate(plan.arguments):
@@ -206,7 +206,7 @@ def _blocks(indent: str, soon: Sequence[str], call: str, writes: Sequence[Array]
     ]
 
 
-def _operand_rows(step: _Step, graph: Graph, plan: Plan, state: str) -> None:
+def _operand_rows(step: _Step, graph: Graph, plan: KernelPlan, state: str) -> None:
     """Load the operands of a step. `state`: the row of a state, with {} for its role."""
     arrays = {a.role: a for a in plan.reads}
     carried = {a.role for a in plan.carried}
@@ -250,7 +250,7 @@ def _is_spike(node: Node) -> bool:
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------------
-def _forward(plan: Plan) -> list[str]:
+def _forward(plan: KernelPlan) -> list[str]:
     step = _Step("step", f"One step of {safe(plan.core)} on n neurons of a row.")
     graph = plan.step
     _operand_rows(step, graph, plan, "")
@@ -278,7 +278,7 @@ def _forward(plan: Plan) -> list[str]:
 
 
 # --- backward -----------------------------------------------------------------------------------------------------------------
-def _backward(plan: Plan) -> list[str]:
+def _backward(plan: KernelPlan) -> list[str]:
     assert plan.advance is not None
     vjp, advance = plan.step, plan.advance
     states = [a for a in plan.reads if a.kind == "checkpoint"]
@@ -314,7 +314,7 @@ def _backward(plan: Plan) -> list[str]:
     return [*lines, *_close(plan)]
 
 
-def _soon(plan: Plan, recomputed: Container[str]) -> list[str]:
+def _soon(plan: KernelPlan, recomputed: Container[str]) -> list[str]:
     """What the step before reads; and of what the recomputation of the chunk before reads, a step."""
     lines = []
     for a in plan.reads:
@@ -325,7 +325,7 @@ def _soon(plan: Plan, recomputed: Container[str]) -> list[str]:
     return lines
 
 
-def _vjp_step(plan: Plan) -> _Step:
+def _vjp_step(plan: KernelPlan) -> _Step:
     vjp = plan.step
     back = _Step("vjp", f"One step back: the vector-Jacobian product of {safe(plan.core)} on n neurons of a row.")
     _operand_rows(back, vjp, plan, "{}_row + (t - start) * tile")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .._ir.graph import HALF, Graph, Node
-from .._plan.plan import Array, Plan
+from .._plan.plan import Array, KernelPlan
 from .._version import __version__
 
 _EXACT = {"where", "neg", "abs", "maximum", "minimum", "fmax", "fmin", "sign", "floor", "ceil", "trunc", "round"}
@@ -71,7 +71,7 @@ class Language:
         return node.dtype in plain and user.dtype in plain and self.template(user).count(f"{{{index}}}") == 1
 
 
-def title(plan: Plan, comment: str) -> list[str]:
+def title(plan: KernelPlan, comment: str) -> list[str]:
     """The first lines of a kernel: what it is, and what it moves."""
     listed = {t: ", ".join(_label(plan, a) for a in plan.used(arrays) if a.kind in ("sequence", "checkpoint")) or "nothing"
               for t, arrays in (("reads", plan.reads), ("writes", plan.writes))}  # fmt: skip
@@ -83,7 +83,7 @@ def title(plan: Plan, comment: str) -> list[str]:
     ]
 
 
-def _label(plan: Plan, a: Array) -> str:
+def _label(plan: KernelPlan, a: Array) -> str:
     node = plan.step.inputs.get(a.role) or plan.step.outputs.get(a.role)
     return f"{a.role} = {node.name}" if node is not None and node.op != "const" and node.name != a.role else a.role
 

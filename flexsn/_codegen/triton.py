@@ -20,9 +20,9 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 
-from .._ir.graph import HALF, Graph, Node, reachable
+from .._ir.graph import HALF, Graph, Node, Shape, reachable
 from .._ir.roles import Kind, Role, of_kind
-from .._plan.plan import Array, Plan
+from .._plan.plan import Array, KernelPlan
 from .._version import __version__
 from .cpp import float32
 from .language import Language, safe, title
@@ -45,18 +45,18 @@ IMPORTS = (
 
 
 @functools.lru_cache(256)
-def render(plan: Plan) -> str:
+def render(plan: KernelPlan) -> str:
     """The kernel's source text."""
     return "\n".join([*_header(plan), *(_forward(plan) if plan.direction == "forward" else _backward(plan)), ""])
 
 
-def kernel_name(plan: Plan) -> str:
+def kernel_name(plan: KernelPlan) -> str:
     """As profilers show it."""
     name = f"{safe(plan.core).replace('.', '_')}_{plan.direction}"
     return name if name.isidentifier() else f"core_{name}"
 
 
-def nullable(plan: Plan) -> list[Array]:
+def nullable(plan: KernelPlan) -> list[Array]:
     """Rows that a call may lack, zero then: initial states, cotangents of final states."""
     return [a for a in plan.reads if a.kind == "row"]
 
@@ -64,7 +64,7 @@ def nullable(plan: Plan) -> list[Array]:
 _BITS = 31  # of a flag: it is an int32
 
 
-def flags(plan: Plan) -> list[str]:
+def flags(plan: KernelPlan) -> list[str]:
     """Names of the numbers that say which of `nullable(plan)` are there."""
     return [f"given_{k}" if k else "given" for k in range(len(packed([False] * len(nullable(plan)))))]
 
@@ -75,7 +75,7 @@ def packed(present: Sequence[bool]) -> tuple[int, ...]:
     return tuple([sum(1 << bit for bit, there in enumerate(part) if there) for part in parts])
 
 
-def _header(plan: Plan) -> list[str]:
+def _header(plan: KernelPlan) -> list[str]:
     return [*title(plan, "#"), *IMPORTS, "", ""]
 
 
@@ -149,7 +149,7 @@ def _call(results: Sequence[str], function: str, arguments: Sequence[str]) -> st
     return f"{', '.join(results)} = {call}" if results else call
 
 
-def _computation(plan: Plan, graph: Graph, name: str, comment: str, roles: Sequence[Role], results: Sequence[Role]) -> list[str]:
+def _computation(plan: KernelPlan, graph: Graph, name: str, comment: str, roles: Sequence[Role], results: Sequence[Role]) -> list[str]:
     """A function of one step: operands `roles`, in the form in which they lie in memory, to the outputs `results`."""
     fast = _smooth(graph) if name == "vjp" else ()
     language = dataclasses.replace(_TRITON, template=functools.partial(_template, fast=fast))
@@ -172,7 +172,7 @@ def _long(dtype: torch.dtype) -> str:
 
 def _result(node: Node, shape: str) -> str:
     """A value that depends on no operand is spread over the block."""
-    if any(n.op == "input" for n in reachable([node])):
+    if node.shape is not Shape.NUMBER:
         return node.name
     return f"tl.full({shape}, {literal(node) if node.op == 'const' else node.name}, {COMPUTE[node.dtype]})"
 
@@ -181,7 +181,7 @@ def _result(node: Node, shape: str) -> str:
 class _Frame:
     """What the two directions share: names, parameters, the first lines."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: KernelPlan):
         self.plan = plan
         self.params = [a.role for a in plan.reads if a.kind == "param"]
         self.sequences = [a.role for a in plan.reads if a.kind == "sequence"]
@@ -260,7 +260,7 @@ def _shortest(most: int, of_length: Callable[[int], list[str]]) -> list[str]:
 
 
 # --- forward -----------------------------------------------------------------------------------------------------------------------
-def _forward(plan: Plan) -> list[str]:
+def _forward(plan: KernelPlan) -> list[str]:
     f, K, core = _Frame(plan), plan.chunk, safe(plan.core)
     states = f.carried
     outputs = {a.role: a.role.to(Kind.STATE) if a.role.kind is Kind.STATES else a.role for a in plan.writes if a.kind == "sequence"}
@@ -307,7 +307,7 @@ def _forward(plan: Plan) -> list[str]:
 
 
 # --- backward ------------------------------------------------------------------------------------------------------------------------
-def _backward(plan: Plan) -> list[str]:
+def _backward(plan: KernelPlan) -> list[str]:
     assert plan.advance is not None
     f, core, ahead, vjp = _Frame(plan), safe(plan.core), plan.advance, plan.step
     states = of_kind([a.role for a in plan.reads if a.kind == "row"], Kind.STATE)
@@ -331,7 +331,7 @@ def _backward(plan: Plan) -> list[str]:
 class _WayBack:
     """From the last step to the first: what is left of T after the full chunks, then the chunks."""
 
-    def __init__(self, plan: Plan, frame: _Frame, states: list[Role]):
+    def __init__(self, plan: KernelPlan, frame: _Frame, states: list[Role]):
         assert plan.advance is not None
         self.plan, self.frame, self.states, self.K = plan, frame, states, plan.chunk
         self.advance = [r if r not in frame.sequences else f"{r}[j]" for r in plan.advance.inputs] or ["mask"]

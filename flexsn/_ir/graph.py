@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ _OF_INTEGERS = frozenset({"and", "or", "xor", "invert", "shift_left", "shift_rig
 HALF = (torch.float16, torch.bfloat16)
 
 
+class Shape(IntEnum):
+    """How many values a node has at one step; an elementwise op has the largest shape of its arguments."""
+
+    NUMBER = 0  # one: a constant, and what is computed from constants
+    PARAM = 1  # those of a param, which is broadcast by index; it does not change with time
+    NEURON = 2  # one for every neuron
+
+
 @dataclass(eq=False)
 class Node:
     """One value. `op` is a closed op, `input` (named by its role) or `const` (with a Python value)."""
@@ -33,6 +42,7 @@ class Node:
     name: str
     value: Any = None
     line: str | None = None
+    shape: Shape = Shape.NEURON
     of: frozenset[Role] = frozenset()  # of a constant: roles of the cotangents that it was made from, and vanishes with
 
     def __repr__(self) -> str:
@@ -40,7 +50,8 @@ class Node:
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.name}: {kind} = {self.op}({', '.join(a.name for a in self.args)})"
+        shape = "" if self.shape is Shape.NEURON else f"[{self.shape.name.lower()}]"
+        return f"{self.name}: {kind}{shape} = {self.op}({', '.join(a.name for a in self.args)})"
 
 
 @dataclass(eq=False)
@@ -156,7 +167,8 @@ class Builder:
                 return found
 
     def input(self, role: str, dtype: torch.dtype, name: str) -> Node:
-        made = self.inputs[Role.of(role)] = Node("input", (), dtype, self.name(name))
+        role = Role.of(role)
+        made = self.inputs[role] = Node("input", (), dtype, self.name(name), shape=shape_of(role))
         return made
 
     def const(self, value: Any, dtype: torch.dtype, of: frozenset[Role] = frozenset()) -> Node:
@@ -171,7 +183,7 @@ class Builder:
             value = (int(value) - torch.iinfo(dtype).min) % (1 << bits) + torch.iinfo(dtype).min
         key = ("const", repr(value), dtype, of)
         if key not in self._known:
-            self._known[key] = Node("const", (), dtype, repr(value), value, of=of)
+            self._known[key] = Node("const", (), dtype, repr(value), value, shape=Shape.NUMBER, of=of)
         return self._known[key]
 
     def add(self, op: str, args: tuple[Node, ...], dtype: torch.dtype, name: str | None = None, line: str | None = None) -> Node:
@@ -184,7 +196,7 @@ class Builder:
             return simpler
         key = (op, args, dtype)
         if key not in self._known:
-            node = Node(op, args, dtype, self.name(name), line=line or self.line)
+            node = Node(op, args, dtype, self.name(name), line=line or self.line, shape=elementwise(args))
             self._known[key] = node
             self.nodes.append(node)
         return self._known[key]
@@ -220,9 +232,21 @@ class Builder:
         return graph
 
 
+def shape_of(role: Role) -> Shape:
+    """Return the shape of an input."""
+    return Shape.PARAM if role.kind is Kind.PARAM else Shape.NEURON
+
+
+def elementwise(args: Iterable[Node]) -> Shape:
+    """Return the shape of an elementwise op of these arguments."""
+    return max((a.shape for a in args), default=Shape.NUMBER)
+
+
 def verify(graph: Graph) -> None:
-    """Raise if the graph is not made of closed ops in order, each obeying its dtype rule."""
+    """Raise if the graph is not made of closed ops in order, each obeying its dtype rule, of the shape that its arguments give."""
     seen = set(graph.inputs.values())
+    if any(node.shape is not shape_of(Role.of(role)) for role, node in graph.inputs.items()):
+        raise FlexSNError("internal: an input has not the shape of its role", core=graph.core)
     for node in graph.nodes:
         op = OPS.get(node.op)
         kinds = [a.dtype for a in node.args]
@@ -237,7 +261,7 @@ def verify(graph: Graph) -> None:
         floating = node.args[0].dtype.is_floating_point if node.args else False
         if ok and (floating if node.op in _OF_INTEGERS else node.op == "fma" and not floating):
             raise CoreError(f"`{node.op}` is not implemented for {str(kinds[0])[6:]}", core=graph.core, line=node.line)
-        if not ok or any(a not in seen and a.op != "const" for a in node.args):
+        if not ok or node.shape is not elementwise(node.args) or any(a not in seen and a.op != "const" for a in node.args):
             raise FlexSNError(f"internal: `{node}` breaks the rules of the closed op set", core=graph.core, line=node.line)
         seen.add(node)
 

@@ -19,6 +19,7 @@ class Kind(Enum):
     INPUT_GRAD = "gx"
     STATE_GRAD = "gv"
     PARAM_GRAD = "gp"  # summed over time
+    STORED = "w"  # a value of every step that a backward stores for the epilogue
     OUTPUT_GRAD = "gy"
     STATES_GRAD = "gs"
 

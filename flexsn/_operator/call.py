@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._ir.graph import HALF
 from .._ir.roles import Kind, Role, roles
-from .._plan.plan import Array, Plan
+from .._plan.plan import Array, KernelPlan, Plan
 from .._program.captured import Shapes, rescale
 from .._program.compiled import Program
 from .._program.static_parts import StaticModule
@@ -318,7 +318,7 @@ def _copy_over_no_time(written: dict[Role, Tensor], given: dict[Role | None, Ten
             end.zero_()
 
 
-def allocated(plan: Plan, checkpoints: Any) -> list[Array]:
+def allocated(plan: KernelPlan | Plan, checkpoints: Any) -> list[Array]:
     """What a call returns of what its kernel writes: no array of checkpoints where there are none. (Where their number depends on a
     symbolic T, it is a bound of at least one.)"""
     none = type(checkpoints) is int and not checkpoints

@@ -1,10 +1,12 @@
-"""The plan of a kernel: what it loads, keeps, recomputes and stores per step, and the bytes that this moves.
+"""The plan of a call: the kernels that run, and what each loads, keeps, recomputes and stores per step.
 
-A plan is made from step graphs and the flags of a call alone; it knows no device and no source language.
+A plan is made from step graphs and the flags of a call alone; it knows no device and no source language. Its kernels run one after
+the other; a kernel walks over time, and at every step runs its segments, one after the other. Today's plans have one kernel of one
+segment, since all ops of a step are elementwise.
 
 Forward: walks T once, states kept; with `checkpoint`, the states at the start of every chunk of `chunk` steps are
 stored (all but the first chunk's, which are the initial states). Backward: walks the chunks in reverse; in each it
-recomputes the states from the checkpoint (`advance`), then runs the VJP steps from the last to the first. A plan for few steps has
+recomputes the states from the checkpoint (`advance`), then runs the VJP steps from the last to the first. A kernel for few steps has
 no more than one full chunk and a rest: the states at the start of the rest are recomputed, too, and nothing is stored.
 """
 
@@ -41,23 +43,55 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One kernel."""
+class Segment:
+    """Elementwise ops that one loop over the neurons runs at every step.
+
+    Attributes:
+        step: what is computed: the core, or its VJP.
+        advance: backward: the new states alone, which a chunk computes again.
+    """
+
+    step: Graph
+    advance: Graph | None = None
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel.
+
+    Attributes:
+        direction: "forward" or "backward".
+        segments: what it computes at every step, in order.
+        carried: rows that live from step to step: states, cotangents of states, sums.
+        chunk: steps from checkpoint to checkpoint.
+        longest: the chunk of the kernel for any number of steps, if this one is for few.
+    """
 
     core: str
-    direction: str  # "forward" or "backward"
-    step: Graph  # what is computed at every step: the core, or its VJP
-    advance: Graph | None  # backward: the new states alone
+    direction: str
+    segments: tuple[Segment, ...]
     reads: tuple[Array, ...]
     writes: tuple[Array, ...]
-    carried: tuple[Array, ...]  # rows that live from step to step: states, or cotangents of states
+    carried: tuple[Array, ...]
     chunk: int
-    longest: int | None = None  # the chunk of its like for any number of steps, if this one is for few
+    longest: int | None = None
+
+    @property
+    def step(self) -> Graph:
+        """The step graph of a kernel of one segment."""
+        (segment,) = self.segments
+        return segment.step
+
+    @property
+    def advance(self) -> Graph | None:
+        """The graph of the new states of a kernel of one segment."""
+        (segment,) = self.segments
+        return segment.advance
 
     @property
     def most(self) -> int | None:
-        """How many steps it serves at most, if it is for few: less than two chunks, and so without checkpoints, for which it has
-        arguments as the others have."""
+        """The largest T of a kernel for few steps: less than two chunks; else None. Such a kernel stores no checkpoints, but keeps those
+        arguments, so that all kernels of a plan share one signature."""
         few = self.longest is not None and self.chunk < self.longest
         return next(steps for steps, length in _SHORT if length == self.chunk) if few else None
 
@@ -66,11 +100,11 @@ class Plan:
         return self.reads + self.writes
 
     def used(self, arrays: Sequence[Array]) -> list[Array]:
-        """Those of `arrays` that the kernel reads or writes."""
+        """Return those of `arrays` that the kernel reads or writes."""
         return [a for a in arrays if self.most is None or a.kind != "checkpoint"]
 
     def bytes_per_step(self, arrays: Sequence[Array]) -> float:
-        """Bytes that cross the memory bus per neuron and step."""
+        """Return the bytes that cross the memory bus per neuron and step."""
         total = 0.0
         for a in self.used(arrays):
             share = {"sequence": 1.0, "checkpoint": 1.0 / self.chunk}.get(a.kind, 0.0)
@@ -96,8 +130,62 @@ class Plan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of a call in one direction, in the order in which they run.
+
+    Attributes:
+        scratch: arrays that a kernel writes and a later one reads, which the call neither takes nor returns.
+    """
+
+    kernels: tuple[KernelPlan, ...]
+    scratch: tuple[Array, ...] = ()
+
+    def __post_init__(self) -> None:
+        verify(self)
+
+    @property
+    def reads(self) -> list[Array]:
+        """What the call takes."""
+        return self._outside([a for k in self.kernels for a in k.reads])
+
+    @property
+    def writes(self) -> list[Array]:
+        """What the call returns."""
+        return self._outside([a for k in self.kernels for a in k.writes])
+
+    def _outside(self, arrays: Sequence[Array]) -> list[Array]:
+        inside = {a.role for a in self.scratch}
+        return list({a.role: a for a in arrays if a.role not in inside}.values())
+
+    def __str__(self) -> str:
+        scratch = [f"scratch: {', '.join(a.role for a in self.scratch)}"] if self.scratch else []
+        return "\n".join([*map(str, self.kernels), *scratch])
+
+
+def verify(plan: Plan) -> None:
+    """Raise if a kernel reads what nobody gives it: an array, or a value of a segment that no array, no carried row and no earlier
+    segment holds; or if a scratch array is not written before it is read."""
+    scratch, written = {a.role for a in plan.scratch}, set[Role]()
+    for kernel in plan.kernels:
+        reads = {a.role for a in kernel.reads}
+        missing = (reads & scratch) - written
+        known = reads | {a.role for a in kernel.carried}
+        for segment in kernel.segments:
+            missing |= {*segment.step.inputs, *(segment.advance.inputs if segment.advance is not None else ())} - known
+            known |= set(segment.step.outputs)
+        stored = {Kind.STATES: Kind.STATE}
+        values = {a.role: a.role.to(stored.get(a.role.kind, a.role.kind)) for a in kernel.writes if a.kind != "checkpoint"}
+        missing |= {role for role, value in values.items() if value not in known}
+        if missing:
+            raise FlexSNError(f"internal: a {kernel.direction} kernel lacks {', '.join(sorted(missing))}", core=kernel.core)
+        written |= {a.role for a in kernel.writes}
+    if not scratch <= written:
+        raise FlexSNError(f"internal: nothing writes {', '.join(sorted(scratch - written))}", core=plan.kernels[0].core)
+
+
 def chunk_in_cache(num_inputs: int, num_states: int, ops: int, itemsize: int, checkpoint: bool) -> int:
-    """Steps of a chunk, for a backward that keeps a chunk in cache: 16 or more, so that checkpoints take at most about
+    """Return the steps of a chunk, for a backward that keeps a chunk in cache: 16 or more, so that checkpoints take at most about
     1/16 of the inputs."""
     length = 16
     while length * num_inputs < 16 * num_states and length < 64:
@@ -106,7 +194,7 @@ def chunk_in_cache(num_inputs: int, num_states: int, ops: int, itemsize: int, ch
 
 
 def checkpoints(T: int, K: int, longest: int) -> int:
-    """Every chunk but the first starts from a checkpoint, where K steps are not fewer than those of a chunk for many steps."""
+    """Return how many checkpoints T steps store: every chunk but the first starts from one, unless the kernel is for few steps."""
     return max(0, -(-T // K) - 1) if longest == K else 0
 
 
@@ -114,7 +202,7 @@ _UNROLLED = 160, 320  # ops of a step, unrolled, with a backward (about three ti
 
 
 def chunk_in_registers(num_inputs: int, num_states: int, ops: int, itemsize: int, checkpoint: bool) -> int:
-    """Steps of a chunk, for kernels that keep a chunk in registers: a power of two, 16 for a LIF."""
+    """Return the steps of a chunk, for kernels that keep a chunk in registers: a power of two, 16 for a LIF."""
     length = 16
     while length > 2 and length * ops * max(4, itemsize) // 4 > _UNROLLED[not checkpoint]:
         length //= 2
@@ -125,21 +213,21 @@ _SHORT = ((4, 4), (15, 8))  # up to so many steps, less than two chunks, chunks 
 
 
 def chunk_for(chunk: int, T: int) -> int:
-    """Steps of a chunk for T steps, of kernels that keep a chunk in registers: where `chunk` is too long to be filled, a shorter
-    one, which leaves registers for more neurons and less to be done by the code for a part of a chunk."""
+    """Return the steps of a chunk for T steps, of kernels that keep a chunk in registers: where `chunk` is too long to be filled, a
+    shorter one, which leaves registers for more neurons and less to be done by the code for a part of a chunk."""
     return min([chunk, *(length for steps, length in _SHORT if steps >= T)])
 
 
 def chunks(chunk: int) -> list[int]:
-    """All that `chunk_for` gives."""
+    """Return all that `chunk_for` gives."""
     return sorted({chunk, *(min(chunk, length) for _, length in _SHORT)})
 
 
 _MEMORY = {Kind.INPUT: "sequence", Kind.PARAM: "param"}  # how operands lie that are neither states nor cotangents
 
 
-def plan_forward(step: Graph, storage: Mapping[Role, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool) -> Plan:
-    """Plan the pass over T.
+def plan_forward(step: Graph, storage: Mapping[Role, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool) -> KernelPlan:
+    """Return the kernel of the pass over T.
 
     Args:
         step: the core's graph, `x* v* p* -> y* v*`.
@@ -166,17 +254,17 @@ def plan_forward(step: Graph, storage: Mapping[Role, torch.dtype], *, chunk: int
     for role, node in step.outputs.items():
         if role.kind is Kind.OUTPUT:
             writes.append(Array(role, "sequence", storage[role], node.dtype))
-    return Plan(step.core, "forward", step, None, tuple(reads), tuple(writes), tuple(carried), chunk)
+    return KernelPlan(step.core, "forward", (Segment(step),), tuple(reads), tuple(writes), tuple(carried), chunk)
 
 
 def plan_backward(
     joint: Graph, storage: Mapping[Role, torch.dtype], *, chunk: int, wanted: Sequence[str], cotangents: Sequence[str]
-) -> Plan:
-    """Plan the walk back over T.
+) -> KernelPlan:
+    """Return the kernel of the walk back over T.
 
     Args:
         joint: the VJP and the new states, `x* v* p* gy* gv* -> gx* gv* gp* v*`.
-        wanted: gradients to store: `gx*` (per step), `gv*` (initial states), `gp*` (summed over T).
+        wanted: what to store: `gx*` (per step), `gv*` (initial states), `gp*` (summed over T), `w*` (per step, for an epilogue).
         cotangents: which exist: `gy*` per output, `gs*` per state sequence. Those of final states may be null at run time.
     """
     joint = joint.for_cotangents(cotangents)
@@ -205,15 +293,16 @@ def plan_backward(
     writes = []
     for role in map(Role.of, wanted):
         dtype = vjp.outputs[role].dtype
-        kind = "sequence" if role.kind is Kind.INPUT_GRAD else "row"
-        writes.append(Array(role, kind, dtype if role.kind is Kind.PARAM_GRAD else storage[role.primal], dtype))
+        kind = "sequence" if role.kind in (Kind.INPUT_GRAD, Kind.STORED) else "row"
+        of_operand = role.kind in (Kind.INPUT_GRAD, Kind.STATE_GRAD)  # a sum, and what an epilogue takes, keep the dtype of computation
+        writes.append(Array(role, kind, storage[role.primal] if of_operand else dtype, dtype))
         if role.kind is Kind.PARAM_GRAD:
             carried.append(Array(role, "row", dtype, dtype))
-    return Plan(joint.core, "backward", vjp, advance, tuple(reads), tuple(writes), tuple(carried), chunk)
+    return KernelPlan(joint.core, "backward", (Segment(vjp, advance),), tuple(reads), tuple(writes), tuple(carried), chunk)
 
 
 def _needed_states(joint: Graph, vjp: Graph) -> list[Role]:
-    """States that the VJP reads, and those that these are computed from."""
+    """Return the states that the VJP reads, and those that these are computed from."""
     needed = {*of_kind(vjp.inputs, Kind.STATE)}
     while True:
         more = needed | {*of_kind(joint.select(sorted(needed)).inputs, Kind.STATE)}

@@ -98,33 +98,35 @@ class Program:
         return plan.checkpoints(T, self.backend.chunk_for(self.chunk, T), self.chunk)
 
     def plan_of(self, direction: str, *flags: Any) -> plan.Plan:
-        """`forward_plan(*flags)` or `backward_plan(*flags)`."""
-        return self.forward_plan(*flags) if direction == "forward" else self.backward_plan(*flags)
+        """Return the plan of `forward_plan(*flags)` or `backward_plan(*flags)`, for many steps."""
+        key = (direction, *flags)
+        if key not in self._plans:
+            kernel = self.forward_plan(*flags) if direction == "forward" else self.backward_plan(*flags)
+            self._plans[key] = plan.Plan((kernel,))
+        return self._plans[key]
 
-    def forward_plan(self, inputs: Sequence[torch.dtype], checkpoint: bool, sequences: bool) -> plan.Plan:
-        """For many steps."""
+    def forward_plan(self, inputs: Sequence[torch.dtype], checkpoint: bool, sequences: bool) -> plan.KernelPlan:
+        """Return the forward kernel for many steps."""
         storage = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}
         chunk = self.chunk if checkpoint else self.inference_chunk
         return plan.plan_forward(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
 
-    def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.Plan:
-        """For many steps."""
+    def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.KernelPlan:
+        """Return the backward kernel for many steps."""
         storage = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}
         vjp = self.vjp.graph
         storage |= {r: vjp.inputs[r].dtype for r in of_kind(vjp.inputs, Kind.PARAM)}
         return plan.plan_backward(vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
 
-    def for_steps(self, T: int, made: plan.Plan) -> plan.Plan:
-        """A plan for T steps."""
+    def for_steps(self, T: int, made: plan.KernelPlan) -> plan.KernelPlan:
+        """Return the plan of a kernel for T steps."""
         return dataclasses.replace(made, chunk=self.backend.chunk_for(made.chunk, T), longest=made.chunk)
 
     def kernel(self, T: int, direction: str, *flags: Any) -> Kernel:
-        """The loaded kernel for T steps of `forward_plan(*flags)` or `backward_plan(*flags)`."""
-        key = (direction, *flags)
-        if key not in self._plans:
-            self._plans[key] = self.plan_of(*key)
-        made = self.for_steps(T, self._plans[key])
-        key = (made.chunk, *key)
+        """Return the loaded kernel for T steps of `plan_of(direction, *flags)`, whose steps are elementwise: it has one kernel."""
+        (made,) = self.plan_of(direction, *flags).kernels
+        made = self.for_steps(T, made)
+        key = (made.chunk, direction, *flags)
         if key not in self._kernels:
             self._kernels[key] = self.backend.load(made, self.backend.render(made)) if made.writes else NoKernel(made)
         return self._kernels[key]

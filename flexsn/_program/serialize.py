@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from .._capture.graph_writer import getitem
 from .._capture.signature import Signature
 from .._capture.trace import Meta
-from .._ir.graph import Builder, Graph, Node, verify
+from .._ir.graph import Builder, Graph, Node, Shape, elementwise, shape_of, verify
 from .._ir.identifiers import is_identifier
 from .._ir.roles import Role
 from .._version import __version__
@@ -173,10 +173,10 @@ def _read_graph(core: str, data: dict[str, Any]) -> Graph:
     """The graph of a text. Names stand in generated code, so they must be plain identifiers."""
     nodes: dict[str, Node] = {}
 
-    def made(name: str, op: str, args: tuple[Node, ...], dtype: str, line: str | None = None) -> Node:
+    def made(name: str, op: str, args: tuple[Node, ...], dtype: str, line: str | None, shape: Shape) -> Node:
         if not is_identifier(name) or name in nodes:
             raise ValueError(f"{name!r} is no name for a value")
-        nodes[name] = Node(op, args, _named("dtype", dtype), name, line=line)
+        nodes[name] = Node(op, args, _named("dtype", dtype), name, line=line, shape=shape)
         return nodes[name]
 
     def argument(given: Any) -> Node:
@@ -188,8 +188,11 @@ def _read_graph(core: str, data: dict[str, Any]) -> Graph:
         return constants.const(value, _named("dtype", dtype), frozenset(map(Role.of, of)))
 
     constants = Builder(core)
-    inputs = {Role.of(role): made(name, "input", (), dtype) for role, name, dtype in data["inputs"]}
-    body = [made(name, op, tuple(map(argument, args)), dtype, line) for name, op, args, dtype, line in data["nodes"]]
+    inputs = {Role.of(role): made(name, "input", (), dtype, None, shape_of(Role.of(role))) for role, name, dtype in data["inputs"]}
+    body = []
+    for name, op, given, dtype, line in data["nodes"]:
+        args = tuple(map(argument, given))
+        body.append(made(name, op, args, dtype, line, elementwise(args)))
     graph = Graph(core, inputs, {Role.of(role): argument(given) for role, given in data["outputs"].items()}, body)
     verify(graph)
     return graph

@@ -15,7 +15,7 @@ from .._operator.autograd import run_call, undisturbed
 from .._operator.call import Call, Launch
 from .._operator.fallback import unsaid
 from .._operator.prepare import prepare
-from .._plan.plan import Plan
+from .._plan.plan import KernelPlan
 from .._runtime import cpp_kernel as launch_cpp
 from .._runtime import triton_kernel as launch_triton
 from .._runtime.backends import BACKENDS, NAMES, backend_of
@@ -247,7 +247,7 @@ def _pass(name: str, launch: Launch, call: Call) -> Pass:
     )  # fmt: skip
 
 
-def _bytes_moved(made: Plan, call: Call) -> int:
+def _bytes_moved(made: KernelPlan, call: Call) -> int:
     """By the call: sequences T times, checkpoints as often as they are stored, rows once. Params are small, and left out."""
     times = {"sequence": call.T, "checkpoint": call.checkpoints, "row": 1, "param": 0}
     return call.shapes.numel * sum(times[a.kind] * a.storage.itemsize for a in made.arguments)

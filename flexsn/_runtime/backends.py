@@ -31,8 +31,8 @@ class Backend:
     """
 
     devices: frozenset[str]
-    render: Callable[[plan.Plan], str]
-    load: Callable[[plan.Plan, str], Kernel]
+    render: Callable[[plan.KernelPlan], str]
+    load: Callable[[plan.KernelPlan, str], Kernel]
     chunk: Callable[[int, int, int, int, bool], int]
     chunk_for: Callable[[int, int], int]
     refuses: Callable[[torch.device], str | None]

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._plan.plan import Plan
+from .._plan.plan import KernelPlan
 from ..errors import BuildError
 from . import cpp_compiler as launch_compiler
 from . import disk_cache as launch_cache
@@ -55,7 +55,7 @@ _builds: dict[str, Future[Kernel]] = {}  # those under way
 class Kernel:
     """A loaded library and the plan that its function `symbol` runs."""
 
-    def __init__(self, plan: Plan, source: str, path: Path, symbol: str = "run"):
+    def __init__(self, plan: KernelPlan, source: str, path: Path, symbol: str = "run"):
         self.plan, self.source, self.path = plan, source, path
         self._run = _entry_point(path, self, symbol)
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
@@ -93,7 +93,7 @@ class Kernel:
         return self._tile(N, threads, "streamed" if large and direction == "forward" else direction), threads, large
 
 
-def tile_length(plan: Plan, N: int, threads: int, kind: str) -> int:
+def tile_length(plan: KernelPlan, N: int, threads: int, kind: str) -> int:
     """Neurons per tile: as many as fit in cache, in full vectors, the same number of tiles for every thread."""
     budget, limit = _TILE[kind]
     most = max(256, min(budget // max(1, plan.tile_bytes), limit) // 64 * 64)
@@ -141,7 +141,7 @@ def check_device(device: torch.device) -> str | None:
     return None if device.type == "cpu" else f'backend "cpp" runs on the CPU, and the operands are on {device}'
 
 
-def load(plan: Plan, source: str) -> Kernel:
+def load(plan: KernelPlan, source: str) -> Kernel:
     """The kernel of a rendered plan, from this process, the disk cache or the compiler, in that order.
 
     Raises:
@@ -166,7 +166,7 @@ def load(plan: Plan, source: str) -> Kernel:
         # that thread was interrupted: this one tries
 
 
-def _settle(build: Future[Kernel], plan: Plan, source: str, key: str) -> Kernel:
+def _settle(build: Future[Kernel], plan: KernelPlan, source: str, key: str) -> Kernel:
     """Make a kernel, for this thread and those that wait."""
     try:
         kernel = _make(plan, source, key)
@@ -182,7 +182,7 @@ def _settle(build: Future[Kernel], plan: Plan, source: str, key: str) -> Kernel:
     return kernel
 
 
-def _make(plan: Plan, source: str, key: str) -> Kernel:
+def _make(plan: KernelPlan, source: str, key: str) -> Kernel:
     """From the disk cache or the compiler; where that disk fails, in a folder for this process alone."""
     folder = launch_cache.folder()
     try:
@@ -198,7 +198,7 @@ def _make(plan: Plan, source: str, key: str) -> Kernel:
         ) from error
 
 
-def _from_folder(plan: Plan, source: str, path: Path) -> Kernel:
+def _from_folder(plan: KernelPlan, source: str, path: Path) -> Kernel:
     if launch_cache.trusted(path):
         try:
             return Kernel(plan, source, path)

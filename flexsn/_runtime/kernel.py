@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .._plan.plan import Plan
+from .._plan.plan import KernelPlan
 
 Run = Callable[[list[Tensor], Sequence[int]], None]
 
@@ -21,7 +21,7 @@ class Kernel(Protocol):
     """
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> KernelPlan: ...
 
     @property
     def source(self) -> str: ...
@@ -44,7 +44,7 @@ class Kernel(Protocol):
 class NoKernel:
     """The kernel of a plan that writes nothing: no gradient that is asked for exists."""
 
-    plan: Plan
+    plan: KernelPlan
     source: str = ""
 
     def bind(self, present: Sequence[bool], T: int, N: int) -> Run:

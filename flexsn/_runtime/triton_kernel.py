@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .._codegen.triton import STORAGE, flags, kernel_name, nullable, packed, render
 from .._ir.roles import Kind
-from .._plan.plan import Plan, chunks
+from .._plan.plan import KernelPlan, chunks
 from .._torch.cuda import current_stream, interpreter_exits, triton_launch
 from ..errors import BackendUnavailableError, BuildError
 from . import triton_passes as launch_passes
@@ -74,7 +74,7 @@ _CLASSES = ((1, False), (1 << 40, True), (1 << 40, False))  # a size and alignme
 _LARGE_CORE = 100  # ops of a step from which on a thread has registers for one neuron only
 
 
-def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
+def tile_for(plan: KernelPlan, N: int, processors: int, aligned: bool) -> Tile:
     """The tile for N neurons on a GPU of so many multiprocessors; `aligned`: whether rows start at multiples of 16 bytes.
 
     There is one for few and one for many neurons (or two, by alignment), from `tools/tune_triton.py` on an H200
@@ -91,7 +91,7 @@ def tile_for(plan: Plan, N: int, processors: int, aligned: bool) -> Tile:
 _REGISTERS = 320  # bytes of a chunk's inputs and states for which a thread of a large tile has registers
 
 
-def _neurons_per_thread(plan: Plan) -> int:
+def _neurons_per_thread(plan: KernelPlan) -> int:
     """As many as a load of 16 bytes brings and registers hold; at least two, but of 8 bytes one."""
     if _itemsize(plan) == 8:
         return 1
@@ -102,12 +102,12 @@ def _neurons_per_thread(plan: Plan) -> int:
     return min(16 // _itemsize(plan), max(2, most))
 
 
-def _together(plan: Plan, tile: Tile) -> int:
+def _together(plan: KernelPlan, tile: Tile) -> int:
     """How many neighbours a thread loads at once: all that it has, up to 16 bytes."""
     return max(1, min(tile.block // (32 * tile.warps), 16 // _itemsize(plan))) if tile.aligned else 1
 
 
-def _itemsize(plan: Plan) -> int:
+def _itemsize(plan: KernelPlan) -> int:
     """Bytes of an element of the sequences, the widest if they differ."""
     return max((a.storage.itemsize for a in plan.arguments if a.kind == "sequence"), default=4)
 
@@ -171,7 +171,7 @@ _AS_EAGER = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # no fused
 class Kernel:
     """A rendered plan, its function, and the binaries made of it: one per tile and GPU."""
 
-    def __init__(self, plan: Plan, source: str):
+    def __init__(self, plan: KernelPlan, source: str):
         self.plan, self.source = plan, source
         self.function = _define(source, kernel_name(plan))
         self._builds: dict[tuple[Tile, int], Future] = {}
@@ -415,7 +415,7 @@ def check_device(device: torch.device) -> str | None:
     return f'backend "triton" runs on NVIDIA GPUs, and the operands are on {device} (on the CPU it runs under TRITON_INTERPRET=1 alone)'
 
 
-def load(plan: Plan, source: str) -> Kernel:
+def load(plan: KernelPlan, source: str) -> Kernel:
     """The kernel of a rendered plan; binaries are built when a size needs them.
 
     Raises:

@@ -79,7 +79,7 @@ class StepKernel:
             raise BackendError(refused, core=self.core, hint=self._hint)
         return backend.load(*self._render(backend, self._step(device, storage), storage, present))
 
-    def _render(self, backend: Backend, step: Graph, storage: Dtypes, present: Sequence[str]) -> tuple[plan.Plan, str]:
+    def _render(self, backend: Backend, step: Graph, storage: Dtypes, present: Sequence[str]) -> tuple[plan.KernelPlan, str]:
         """Plan the walk over T, and write it. A backward reads what was saved of every step: it needs no checkpoints."""
         storage = {**storage, **{r: step.inputs[r].dtype for r in of_kind(step.inputs, Kind.PARAM)}}
         ops = len(step.nodes) or self._source.count("\n")  # about an op per line
@@ -106,7 +106,7 @@ class SourceKernel(StepKernel):
         if verbose:
             print(self.render()[1])
 
-    def render(self, present: Sequence[str] | None = None) -> tuple[plan.Plan, str]:
+    def render(self, present: Sequence[str] | None = None) -> tuple[plan.KernelPlan, str]:
         """Return plan and text for the dtypes of the info, by default with every cotangent."""
         storage, every = self.info.dtypes({}), self.info.cotangents(final=False)
         return self._render(BACKENDS["triton"], self._step(torch.device("cuda"), storage), storage, every if present is None else present)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flexsn._codegen import triton as render_triton
-from flexsn._plan.plan import Plan
+from flexsn._plan.plan import KernelPlan
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._runtime import disk_cache as launch_cache
 from flexsn._runtime import triton_kernel as launch_triton
@@ -29,7 +29,7 @@ FAST_BUILD = ("-std=c++17", "-O0", "-march=native", "-fPIC", "-ffp-contract=off"
 class Deferred:
     """A kernel that is built later; until then a call writes nothing."""
 
-    def __init__(self, plan: Plan, source: str):
+    def __init__(self, plan: KernelPlan, source: str):
         self.plan, self.source = plan, source
         self.kernel: launch_cpp.Kernel | None = None
 
@@ -43,7 +43,7 @@ def deferred() -> Iterator[list[Deferred]]:
     found: dict[str, Deferred] = {}
     kernels: list[Deferred] = []
 
-    def load(plan: Plan, source: str) -> Deferred:
+    def load(plan: KernelPlan, source: str) -> Deferred:
         kernels.append(Deferred(plan, source))
         found.setdefault(source, kernels[-1])
         return kernels[-1]

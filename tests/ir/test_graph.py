@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexsn._ir.graph import Builder, Graph, Node, interpret, verify
+from flexsn._ir.graph import Builder, Graph, Node, Shape, interpret, verify
 from flexsn.errors import FlexSNError
 
 f32 = torch.float32
@@ -87,3 +87,25 @@ def test_verify_refuses(broken):
     node = broken(x, n)
     with pytest.raises(FlexSNError, match="closed op set"):
         verify(Graph("core", {"x0": x, "x1": n}, {"y0": node}, [node]))
+
+
+def test_shapes_follow_from_the_inputs():
+    b = Builder("core")
+    x, p = b.input("x0", f32, "x"), b.input("p0", f32, "p")
+    double, number = b.op("add", p, p), b.op("exp", b.const(2, f32))
+    y = b.op("mul", b.op("add", double, number), x)
+    graph = b.graph({"y0": y, "y1": number})
+    assert [n.shape for n in (x, p, double, number, y)] == [Shape.NEURON, Shape.PARAM, Shape.PARAM, Shape.NUMBER, Shape.NEURON]
+    assert "= add(p, p)" in str(graph) and "float32[param] = add" in str(graph) and "float32[number] = exp" in str(graph)
+    assert "float32 = mul" in str(graph)
+
+
+def test_verify_looks_at_shapes():
+    x, p = Node("input", (), f32, "x"), Node("input", (), f32, "p", shape=Shape.PARAM)
+    good = Node("add", (x, p), f32, "y")
+    verify(Graph("core", {"x0": x, "p0": p}, {"y0": good}, [good]))
+    wrong = Node("add", (x, p), f32, "y", shape=Shape.PARAM)
+    with pytest.raises(FlexSNError, match="closed op set"):
+        verify(Graph("core", {"x0": x, "p0": p}, {"y0": wrong}, [wrong]))
+    with pytest.raises(FlexSNError, match="the shape of its role"):
+        verify(Graph("core", {"x0": x, "p0": x}, {"y0": good}, [good]))
