@@ -185,6 +185,11 @@ class FallbackWarning(UserWarning):
     """`backend="auto"` runs the eager loop, and why."""
 
 
+class CapturedValueWarning(UserWarning):
+    """A core captures something that flexsn takes as it is at the capture and does not compare later (an array, a set, another library's
+    object)."""
+
+
 class InterfaceWarning(UserWarning):
     """An internal interface of PyTorch that flexsn relies on has moved, and what does not work therefore."""
 

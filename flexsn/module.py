@@ -22,11 +22,11 @@ from ._capture.arguments import (
     operand_counts,
     param_names,
 )
+from ._capture.core_owner import CoreOwner, Tensors, free_names
 from ._capture.signature import check_core, core_name, not_a_tensor, positional_names
 from ._operator.checkpointed import Within, enter, starts_anew
 from ._operator.dispatch import run_core
 from ._operator.library import carry
-from ._operator.owner import CoreOwner, Tensors, free_names
 from ._runtime.backends import check_backend
 from ._torch.autograd import current_backward
 from ._torch.transforms import is_wrapped, transforms_active
@@ -69,14 +69,12 @@ class FlexSN(CoreOwner):
     Attributes:
         states: list of carried states `[*shape]`, or None after `reset()`.
         state_seqs: list of `[T, *shape]`, if `store_state_seqs`.
-        captured: the tensors and modules that the core captured (closure, globals, partial, bound `self`), registered by
-            name so that `parameters()`, `state_dict()`, `.to()` and `deepcopy` act on them. An `nn.Module` core is the
-            submodule `core`. Any other core is shared by copies, with the numbers that its object holds (`core.__self__.k`).
+        core: what was given; an `nn.Module` is a submodule. Tensors in the cells, defaults and partial arguments of a function
+            are this module's own, under their names (`neuron.tau`): `parameters()`, `state_dict()`, `.to()`, copies and files
+            take them. What a bound method or a module holds stays with it; globals are neither registered, copied nor moved.
     """
 
     runs_sequences = True  # no core of another
-    # attributes that no core means, should one lead here
-    unread = frozenset({"_reads", "_copied", "_names", "_origin", "_holders", "_first", "_left", "_within", "_watchers", "captured"})
 
     def __init__(
         self,
@@ -123,7 +121,7 @@ class FlexSN(CoreOwner):
         self._left: weakref.ref[Tensor] | None = None  # the first of the states that it left
         self._within: Within | None = None
         self._watchers = 0  # monitors that are on
-        self._look()
+        self.recapture()
 
     # --- calls ------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -253,8 +251,8 @@ class FlexSN(CoreOwner):
             )  # fmt: skip
         else:
             finals, trail, outputs = run_core(
-                self._core, *self.look(), inputs, tuple(states), params, backend=self.backend, strict=self.strict, sequences=sequences,
-                num_outputs=self.num_outputs, tune=self.tune,
+                self._core, self.captured_values(), inputs, tuple(states), params, backend=self.backend, strict=self.strict,
+                sequences=sequences, num_outputs=self.num_outputs, tune=self.tune,
             )  # fmt: skip
         return outputs, finals, trail if sequences else None
 
@@ -327,7 +325,6 @@ class FlexSN(CoreOwner):
         return super().__getstate__() | {"_within": None, "_left": None, "_watchers": 0}
 
     def extra_repr(self) -> str:
-        self._part_from_holders()
         numbers = f"{core_name(self.core)}, num_inputs={self.num_inputs}, num_states={self.num_states}"
         return f"{numbers}, step_mode={self.step_mode!r}, backend={self.backend!r}"
 

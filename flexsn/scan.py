@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._capture import reads as reading
-from ._capture import reads_look
+from ._capture.captured_values import CapturedValues, look
 from ._capture.signature import core_name, make_signature
-from ._operator.dispatch import look, run_core
+from ._operator.dispatch import run_core
 from ._operator.streaming import in_pieces, scan_pieces
 from ._torch.compiling import outside_dynamo
 from ._torch_compile.core_scan import compile_core
@@ -72,7 +71,7 @@ def scan(
         finals, sequences, outputs = compile_core(core, None, *operands, backend=backend, strict=strict, sequences=store_state_seqs)
     else:
         finals, sequences, outputs = run_core(
-            core, look(core), {}, *operands, backend=backend, strict=strict, sequences=store_state_seqs, tune=tune
+            core, look(core), *operands, backend=backend, strict=strict, sequences=store_state_seqs, tune=tune
         )
     return ScanResult(tuple(outputs), tuple(sequences if store_state_seqs else finals))
 
@@ -86,15 +85,15 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
 
     def run(pieces: tuple[Tensor, ...], states: Sequence[Tensor | None]) -> tuple[Any, Any, Any]:
         seen = look(core)
-        finals, trail, outputs = run_core(core, seen, {}, pieces, tuple(states), tuple(params), sequences=store_state_seqs, **options)
+        finals, trail, outputs = run_core(core, seen, pieces, tuple(states), tuple(params), sequences=store_state_seqs, **options)
         kernels = [] if options["backend"] == "torch" else [call.captured for call in seen.calls.values()]
-        read.update(*(kernels or [seen.tensors({})]))  # all that the core leads to, where no kernel ran
+        read.update(*(kernels or [seen.tensors()]))  # all that the core leads to, where no kernel ran
         return tuple(outputs), tuple(finals), tuple(trail)
 
     sig = make_signature(core, len(inputs), len(states), len(params))
     outputs, finals, trails = scan_pieces(
         run, sig.core, sig.input_names, inputs, states, reduce,
-        lambda: {f"param {k}": p for k, p in enumerate(params)} | look(core).tensors({}), lambda: read,
+        lambda: {f"param {k}": p for k, p in enumerate(params)} | look(core).tensors(), lambda: read,
         lambda: look(core).fingerprint, lambda: _captured(reduce),
     )  # fmt: skip
     return ScanResult(outputs, trails if store_state_seqs else finals)  # type: ignore[arg-type]  # lists of tensors, as documented
@@ -102,5 +101,4 @@ def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **op
 
 def _captured(function: Any) -> dict[str, Tensor]:
     """The tensors that a function captures, by path."""
-    with reading.lock:
-        return reads_look.look(function).tensors({}) if callable(function) else {}
+    return CapturedValues(function).tensors() if callable(function) else {}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from flexsn._capture.reads_look import look
+from flexsn._capture.captured_values import look
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta, Trace
 from flexsn._codegen import cpp as render_cpp

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._capture import reads as reading
-from .._capture import reads_look
-from .._capture.reads import Reads
+from .._capture.captured_values import CapturedValues
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
 from .._runtime.backends import check_backend
 from .._torch.autograd import forward_ad_level, records_gradients
@@ -31,9 +27,8 @@ from .prepare import PLAIN, prepare, refuse_freed
 
 @unseen_by_dynamo
 def run_core(
-    core: Callable, seen: Reads, replaced: dict[str, Any], inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
-    params: tuple[Tensor, ...], *, backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
-    tune: bool = False,
+    core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], *,
+    backend: str, strict: bool, sequences: bool, num_outputs: int | None = None, tune: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined]  # it is there; sizes of tensors are tensors then
@@ -41,10 +36,9 @@ def run_core(
     if disturbed():
         with undisturbed():
             return run_core(
-                core, seen, replaced, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs,
-                tune=tune,
+                core, seen, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs, tune=tune
             )  # fmt: skip
-    captured = seen.tensors(replaced) if seen.objects else {}
+    captured = seen.tensors()
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
     key = _kinds(tensors, (*counts, backend, sequences, num_outputs, tune, _tied(captured) if captured else ()))
@@ -69,7 +63,7 @@ def run_core(
     why: Exception | None = None  # the eager loop runs, if another backend could be taken
     if backend != "torch":
         try:
-            call = prepare(core, seen, replaced, sig, inputs, states, params, captured, backend, sequences, num_outputs)
+            call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
             if tune and type(call) is run.Call:
                 tuning.tune(call, inputs)
             results = run_call(call, _read_by(call, tensors, captured))
@@ -86,8 +80,8 @@ def run_core(
             return results
     inputs, states, params = sharding.settled_groups(inputs, states, params)
     around = sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext()
-    with reading.bound(seen, replaced), around, noting("the eager loop", why):
-        outputs, finals, state_seqs = eager_loop(core, sig, inputs, states, params, num_outputs, sequences)
+    with around, noting("the eager loop", why):
+        outputs, finals, state_seqs = eager_loop(seen.runnable(core), sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
 
 
@@ -119,43 +113,6 @@ def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Ten
             )  # fmt: skip
 
 
-_looks: weakref.WeakKeyDictionary[Callable, Reads] = weakref.WeakKeyDictionary()
-
-
-@unseen_by_dynamo
-def look(core: Callable) -> Reads:
-    """What the core reads, looked at again only when something that it holds has changed."""
-    with reading.lock:
-        return _look(core)
-
-
-def _look(core: Callable) -> Reads:
-    try:
-        seen = _kept(core)
-    except TypeError:  # not hashable
-        return reads_look.look(core)
-    if seen is None or not seen.of_now(core):
-        if isinstance(core, types.FunctionType):
-            vars(core).setdefault(reading.KEPT, None)  # its attributes are counted with this one
-        seen = reads_look.look(core)
-        seen.own = reading.own_of(core)
-        if isinstance(core, types.FunctionType):
-            vars(core)[reading.KEPT] = seen
-        elif seen.cyclic:  # what it reads keeps it alive
-            _looks.pop(core, None)
-        elif not isinstance(core, types.MethodType):  # a bound method is a new object at every access
-            _looks[core] = seen
-    return seen
-
-
-def _kept(core: Callable) -> Reads | None:
-    """A function carries what it reads itself: a closure over an object that holds the core would never die in a table."""
-    if not isinstance(core, types.FunctionType):
-        return _looks.get(core)
-    seen = vars(core).get(reading.KEPT)
-    return seen if seen is not None and seen.of() is core else None  # `functools.wraps` copies attributes
-
-
 _MOST_CALLS = 256
 
 
@@ -176,5 +133,5 @@ def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:
         elif type(t) not in PLAIN or t.is_nested or t.layout is not torch.strided:
             return None
         else:
-            kinds += (t.shape, t.dtype, t.device, t.requires_grad)
+            kinds += (type(t), t.shape, t.dtype, t.device, t.requires_grad)
     return (*others, *kinds)

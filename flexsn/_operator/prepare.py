@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .._capture import reads as reading
-from .._capture.reads import Reads
+from .._capture.captured_values import CapturedValues
 from .._capture.signature import Signature, step_shape
 from .._capture.trace import Meta
 from .._program.cache import program_for
@@ -33,7 +30,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def prepare(
-    core, seen: Reads, replaced, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None
+    core, seen: CapturedValues, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None
 ) -> run.Call:
     """Find or make the program for a call."""
     tensors = (*inputs, *states, *params, *captured.values())
@@ -59,9 +56,9 @@ def prepare(
         return kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
 
     if traced:
-        return made(TracedCall, *_while_tracing(name, core, seen, replaced, sig, metas, device, captured, num_outputs, differentiable))
-    with _as_leaves(seen, replaced, captured) as (own, leaves), reading.bound(seen, own):
-        program, shapes = _program(name, core, seen, sig, metas, device, leaves, num_outputs, differentiable)
+        return made(TracedCall, *_while_tracing(name, core, seen, sig, metas, device, captured, num_outputs, differentiable))
+    on_stand_ins, stand_ins = seen.stand_ins(core, _stand_in)
+    program, shapes = _program(name, on_stand_ins, seen, sig, metas, device, stand_ins, num_outputs, differentiable)
     if not shapes.numel and any(torch.Size(s).numel() for s in (*shapes.outputs, *shapes.states)):
         raise UnsupportedOpError(
             f"returns values although the step shape {list(shapes.step)} has no elements", core=sig.core,
@@ -70,7 +67,9 @@ def prepare(
     return made(TracedCall if backend == "hop" else run.Call, program, shapes)
 
 
-def _program(name, core, seen: Reads, sig: Signature, metas, device, captured, num_outputs, differentiable: bool) -> tuple[Program, Shapes]:
+def _program(
+    name, core, seen: CapturedValues, sig: Signature, metas, device, captured, num_outputs, differentiable: bool
+) -> tuple[Program, Shapes]:
     """The program for a call, with its VJP if asked for: which may show that a program made for another size does not fit this one."""
     while True:
         program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
@@ -106,47 +105,36 @@ def _may_need_grad(tensor: Tensor | None, transformed: bool) -> bool:
     return tensor is not None and (tensor.requires_grad or (transformed and tensor.is_floating_point()))
 
 
-@contextlib.contextmanager
-def _as_leaves(seen: Reads, replaced: dict[str, Any], captured: dict[str, Tensor]) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """What to bind, and the captured tensors, such that none of these is computed from another: the gradient of one holds nothing of
-    what flows on to another, which autograd adds itself."""
-    if all(t.grad_fn is None for t in captured.values()):
-        yield replaced, captured
-        return
-    leaves: dict[int, Tensor] = {}
-
-    def leaf(tensor: Tensor) -> Tensor:
-        return leaves.setdefault(id(tensor), tensor if tensor.grad_fn is None else tensor.detach().requires_grad_())
-
-    with reading.stand_ins(seen, replaced, leaf) as own:
-        yield own, seen.tensors(own)
+def _stand_in(tensor: Tensor, transformed: bool = False) -> Tensor:
+    """Return a plain tensor of the same type, shape and dtype, a leaf of autograd."""
+    if tensor.layout is not torch.strided or tensor.is_nested:  # which is refused by name where the core uses it
+        return tensor
+    if is_plain(tensor) and not transformed:
+        plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    else:
+        plain = torch.empty(exactly(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    plain.requires_grad_(_may_need_grad(tensor, transformed))
+    return torch.nn.Parameter(plain, plain.requires_grad) if isinstance(tensor, torch.nn.Parameter) else plain
 
 
-def _stand_in(tensor: Tensor, transformed: bool) -> Tensor:
-    """A plain tensor of the same kind."""
-    plain = torch.empty(exactly(tensor.shape), dtype=tensor.dtype, device=tensor.device)
-    return plain.requires_grad_(_may_need_grad(tensor, transformed))
-
-
-def _while_tracing(name, core, seen: Reads, replaced, sig: Signature, metas, device, captured, num_outputs, differentiable):
+def _while_tracing(name, core, seen: CapturedValues, sig: Signature, metas, device, captured, num_outputs, differentiable):
     """Find or make the program for a call whose tensors cannot be read: the core runs on stand-ins of captured tensors, and
     symbolic sizes get numbers."""
     ins = sig.num_inputs + sig.num_states
     shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, shapes)  # which sizes must be equal
     stand_in = functools.partial(_stand_in, transformed=transforms_active())  # asked before the transforms are set aside
-    with no_modes(), reading.stand_ins(seen, replaced, stand_in) as swapped:
-        plain = seen.tensors(swapped)
+    with no_modes():
+        on_stand_ins, plain = seen.stand_ins(core, stand_in)
         made: list[Program] = []
 
         def draw_at(sizes: Sizes) -> Blueprint:
             numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
-            made.append(_program(name, core, seen, sig, numbered, device, plain, num_outputs, differentiable)[0])
+            made.append(_program(name, on_stand_ins, seen, sig, numbered, device, plain, num_outputs, differentiable)[0])
             return made[-1].blueprint
 
-        with reading.bound(seen, swapped):
-            settle_sizes(draw_at, shapes)
-            program = made[-1]
+        settle_sizes(draw_at, shapes)
+        program = made[-1]
     found = program.blueprint.shapes(shapes)
     assert found is not None
     return program, found

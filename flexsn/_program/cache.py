@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._capture.reads import Reads, lock
+from .._capture.captured_values import CapturedValues, lock
 from .._capture.side_effects import no_side_effects
 from .._capture.signature import Signature, noting_default_states
 from .._capture.trace import Meta
@@ -54,20 +54,21 @@ PROGRAMS = Programs()
 
 
 def program_for(
-    backend: str, core: Callable, reads: Reads, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
+    backend: str, core: Callable, seen: CapturedValues, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
     captured: dict[str, Tensor], num_outputs: int | None,
 ) -> tuple[Program, Shapes]:  # fmt: skip
     """Return the compiled program for a call, and the call's shapes.
 
     Args:
         metas: of inputs, states (None: default states) and params.
-        captured: captured tensors by path.
+        core: on stand-ins for what it captures.
+        captured: these stand-ins, by path.
     """
     first: dict[int, str] = {}  # a tensor under two names is one to the trace
     statics = tuple(
         (path, first.setdefault(id(t), path), tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for path, t in captured.items()
     )
-    base = (backend, reads.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype())
+    base = (backend, seen.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype())
     exact = (*base, tuple(metas))
     with lock:
         known = PROGRAMS.exact.get(exact)
@@ -89,9 +90,10 @@ def program_for(
             try:
                 states = metas[sig.num_inputs : ins]
                 dtype = metas[0].dtype  # type: ignore[union-attr]  # an input is there
-                with noting_default_states(sig, states, dtype), no_side_effects(reads, sig.core, core) as anew:
-                    program = program_of(backend, anew, sig, metas, device, captured, num_outputs)
-                program.kept = reads.opaque
+                with noting_default_states(sig, states, dtype), no_side_effects(seen, sig.core):
+                    program = program_of(backend, core, sig, metas, device, captured, num_outputs)
+                program.kept = seen.kept
+                seen.warn_of_frozen(sig.core)
             except CannotFuseError as error:
                 PROGRAMS.exact[exact] = copy.copy(error)  # which holds no frames, as `error` does
                 PROGRAMS.trim()

@@ -7,6 +7,7 @@ what turns summed cotangents into gradients of params is the `epilogue`; both ar
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.reads import Reads, lock
+from .._capture.captured_values import CapturedValues, lock
 from .._capture.side_effects import no_side_effects
 from .._capture.signature import Signature
 from .._capture.trace import Meta
@@ -53,19 +54,19 @@ class Program:
         self.kept: list[object] = []  # objects that the cache key names by id()
         self.storage = self._storage()
 
-    def differentiate(self, core: Callable, captured: dict[str, Tensor], reads: Reads | None = None) -> Vjp:
+    def differentiate(self, core: Callable, captured: dict[str, Tensor], seen: CapturedValues | None = None) -> Vjp:
         """The VJP, traced on first use; `core` is the one that this program was made from, or its equal.
 
         Args:
-            reads: what the core reads, which a backward of the user's must not write to.
+            seen: what the core captures, which a backward of the user's must not write to.
         """
         with lock:
             if self._refused is not None:
                 raise copy.copy(self._refused)
             if self.blueprint.vjp is None:
                 try:
-                    with no_side_effects(reads or Reads(), self.sig.core, core) as anew:
-                        self.blueprint.differentiate(anew, captured, self.device)
+                    with no_side_effects(seen, self.sig.core) if seen is not None else contextlib.nullcontext():
+                        self.blueprint.differentiate(core, captured, self.device)
                 except CannotFuseError as error:
                     self.blueprint.vjp, self._refused = None, copy.copy(error)
                     raise

@@ -127,7 +127,7 @@ def _call(subject: Subject) -> Call:
     if name not in NAMES:
         raise BackendError(f"unknown backend {name!r}; there are {', '.join(map(repr, NAMES))}", core=s.sig.core)
     name = "auto" if name in ("torch", "hop") else name
-    return prepare(s.core, s.reads, s.replaced, s.sig, s.inputs, s.states, s.params, s.captured, name, False, s.num_outputs)
+    return prepare(s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.captured, name, False, s.num_outputs)
 
 
 def _launches(subject: Subject, call: Call) -> dict[str, Launch]:

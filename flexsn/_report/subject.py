@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.reads import Reads
+from .._capture.captured_values import CapturedValues, look
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
-from .._operator.dispatch import look
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN
@@ -25,7 +24,7 @@ class Subject:
     """A core and operands for one call.
 
     Attributes:
-        reads, replaced: what the core captured, and what stands in for it.
+        seen: what the core captures.
         inputs: leaves; floating ones require grad, unless the module cuts them off.
         states: initial states, None for default ones.
         backend: as the user named it.
@@ -34,8 +33,7 @@ class Subject:
 
     core: Callable[..., Any]
     sig: Signature
-    reads: Reads
-    replaced: dict[str, Any]
+    seen: CapturedValues
     inputs: tuple[Tensor, ...]
     states: tuple[Tensor | None, ...]
     params: tuple[Tensor, ...]
@@ -45,7 +43,7 @@ class Subject:
 
     @property
     def captured(self) -> dict[str, Tensor]:
-        return self.reads.tensors(self.replaced)
+        return self.seen.tensors()
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -95,8 +93,7 @@ def _of_module(module: FlexSN, example: Sequence[Any], states: Any, params: Sequ
     own = tuple([getattr(module.params, n) for n in module.param_names])
     sig = make_signature(module.core, len(sequences), len(initial), len(own))
     inputs = tuple([_leaf(x, wanted) for x, wanted in zip(sequences, flags, strict=False)])
-    reads, replaced = module.look()
-    return Subject(module.core, sig, reads, replaced, inputs, tuple(initial), own, backend or module.backend, module.num_outputs)
+    return Subject(module.core, sig, module.captured_values(), inputs, tuple(initial), own, backend or module.backend, module.num_outputs)
 
 
 def _of_core(core: Callable, example: Sequence[Any], states: Any, params: Sequence[Tensor], backend: str) -> Subject:
@@ -115,7 +112,7 @@ def _of_core(core: Callable, example: Sequence[Any], states: Any, params: Sequen
         states = (None,) * max(0, (required or len(names)) - len(example) - len(params))
     sig = make_signature(core, len(example), len(states), len(params))
     inputs = tuple([_leaf(x, True) for x in example])
-    return Subject(core, sig, look(core), {}, inputs, tuple(states), tuple(params), backend, bare=isinstance(core, nn.Module))
+    return Subject(core, sig, look(core), inputs, tuple(states), tuple(params), backend, bare=isinstance(core, nn.Module))
 
 
 def _check_tensors(name: str, example: Sequence[Any]) -> None:

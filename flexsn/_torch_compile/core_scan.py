@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._operator.dispatch import look, run_core
+from .._capture.captured_values import look
+from .._operator.dispatch import run_core
 from .._torch.compiling import outside_dynamo, unseen_by_dynamo
 from .._torch.tracing import HigherOrderOperator
 from . import call_sites as call_sites  # Inductor is told of the operators from there
@@ -23,8 +24,8 @@ def uncompiled(
     num_outputs: int | None, backend: str = "torch", strict: bool = False,
 ) -> Results:  # fmt: skip
     """Run the call as it runs outside of `torch.compile`."""
-    seen = (look(core), {}) if owner is None else owner.look()
-    return run_core(core, *seen, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs)
+    seen = look(core) if owner is None else owner.captured_values()
+    return run_core(core, seen, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs)
 
 
 @outside_dynamo(
@@ -37,9 +38,8 @@ def uncompiled_loop(*call: Any) -> Results:
 
 
 @outside_dynamo(
-    "flexsn runs the call uncompiled: this PyTorch has moved what compiled calls stand on, as an `InterfaceWarning` says; or, without the "
-    "warning, this neuron is a copy whose core captures a module, and Dynamo would read the original's flags and numbers (a core that is a "
-    "module and holds the other is copied with it). Compile without `fullgraph=True`"
+    "flexsn runs the call uncompiled: this PyTorch has moved what compiled calls stand on, as an `InterfaceWarning` says. Compile without "
+    "`fullgraph=True`"
 )
 def uncompiled_call(*call: Any) -> Results:
     """Run the call between compiled parts; `call` as `uncompiled` takes it."""
@@ -96,7 +96,7 @@ def compile_core(
 ) -> Results:  # fmt: skip
     """Run a call that Dynamo traces; `owner` is the `FlexSN` that holds the captured tensors, if one does."""
     call = core, owner, inputs, states, params, sequences, num_outputs
-    if not dynamo.ready() or (owner is not None and owner.holds_copies):
+    if not dynamo.ready():
         return uncompiled_call(*call, backend, strict)
     results = core_scan(*call, backend, strict)
     if isinstance(results, str):

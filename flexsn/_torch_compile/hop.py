@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.reads import bound, stand_ins
-from .._operator.dispatch import look, run_core
+from .._capture.captured_values import look
+from .._operator.dispatch import run_core
 from .._operator.fallback import warn_once
 from .._torch.capture import FakeTensorMode
 from .._torch.compiling import unseen_by_dynamo
@@ -71,7 +71,7 @@ def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int,
     traced = transforms_or_modes_active() and not transforms_active()
     try:
         _, sequences, outputs = run_core(
-            core_fn, look(core_fn), {}, flat_args[:n], flat_args[n:m], flat_args[m:], backend="auto", strict=True, sequences=True,
+            core_fn, look(core_fn), flat_args[:n], flat_args[n:m], flat_args[m:], backend="auto", strict=True, sequences=True,
             num_outputs=num_outputs,
         )  # fmt: skip
     except CannotFuseError as error:
@@ -123,8 +123,7 @@ def _lifting(core_fn: Callable) -> tuple[Callable, list[Tensor]]:
     def lifting(*args: Tensor) -> Any:
         n = len(args) - len(captured)
         given = dict(zip(map(id, captured), args[n:], strict=True))
-        with stand_ins(seen, {}, lambda t: given.get(id(t), t)) as swapped, bound(seen, swapped):
-            return core_fn(*args[:n])
+        return seen.stand_ins(core_fn, lambda t: given.get(id(t), t))[0](*args[:n])
 
     return lifting, captured
 

@@ -195,8 +195,8 @@ def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
     Raises:
         LeaveAlone: one kernel cannot express it, or PyTorch cannot run it.
     """
-    reads, replaced = neuron.look()
-    captured = reads.tensors(replaced) if reads.objects else {}
+    seen = neuron.captured_values()
+    core, captured = seen.stand_ins(neuron.core, torch.empty_like)
     floats = [t for t in captured.values() if t.is_floating_point()]
     shape = step or torch.broadcast_shapes((2, 1), *(t.shape for t in floats))
     dtype = floats[0].dtype if floats else torch.get_default_dtype()
@@ -204,7 +204,7 @@ def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
     sig = make_signature(neuron.core, neuron.num_inputs, neuron.num_states, 0)
     metas = [Meta(tuple(shape), dtype)] * (neuron.num_inputs + neuron.num_states)
     try:
-        program = program_for(backend_of(device), neuron.core, reads, sig, metas, device, captured, None)[0]
-        program.differentiate(neuron.core, captured, reads)
+        program = program_for(backend_of(device), core, seen, sig, metas, device, captured, None)[0]
+        program.differentiate(core, captured, seen)
     except CannotFuseError as error:
         raise LeaveAlone(f"cannot be fused: {error.reason}{f', at {error.line}' if error.line else ''}") from error

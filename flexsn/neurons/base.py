@@ -167,17 +167,29 @@ class _Attribute(property):
 
 
 def _get(neuron: Neuron, name: str) -> Any:
-    if name in neuron._names:  # a tensor or module, which the module holds
-        return getattr(neuron.captured, neuron._names[name])
+    for table in (neuron._parameters, neuron._buffers, neuron.__dict__):  # the last: where pruning puts what it computes
+        if name in table:
+            return table[name]
     core: Any = neuron.core  # a partial
-    if not isinstance(core.keywords[name], (Tensor, nn.Module)):
-        return core.keywords[name]
-    with neuron.with_its_own():  # given under another name, too
-        return core.keywords[name]
+    value = core.keywords[name]
+    if not isinstance(value, Tensor):
+        return value
+    if name in neuron._own:  # PyTorch takes it away, to put a parametrization in its place
+        raise AttributeError(f"{type(neuron).__name__!r} object has no attribute {name!r}")
+    return _registered(neuron, value)
+
+
+def _registered(neuron: Neuron, tensor: Tensor) -> Tensor:
+    """Return what the neuron holds in place of a tensor that was given under another name too."""
+    seen = neuron.captured_values()
+    return next((read() for path, read in seen.own.items() if seen.original(path) is tensor), tensor)
 
 
 def _set(neuron: Neuron, value: Any, name: str) -> None:
     cls = type(neuron).__name__
+    if name in neuron._own and name not in neuron._parameters and name not in neuron._buffers and isinstance(value, Tensor):
+        neuron.__dict__[name] = value  # what a hook of pruning computes, before every call
+        return
     held = _get(neuron, name)
     if isinstance(held, nn.Module):
         raise ArgumentError(f"{cls}: `{name}` is a module of this neuron", hint="Make another neuron.")

@@ -68,7 +68,7 @@ def test_neuron_snippets_run(counts):
     for threshold in (0.4, 0.3):
         annealed.reset()
         annealed.v_threshold.fill_(threshold)
-        annealed.captured.surrogate_alpha.fill_(9.0)
+        annealed.surrogate_alpha.fill_(9.0)
         (grad,) = torch.autograd.grad(annealed(names["x"]).mean(), names["x"])
         other = flexsn.LIF(v_threshold=threshold, surrogate=flexsn.surrogate.atan(alpha=9.0), backend="torch")
         torch.testing.assert_close(grad, torch.autograd.grad(other(names["x"]).mean(), names["x"])[0])

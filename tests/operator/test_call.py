@@ -84,7 +84,7 @@ def operands(name, dtype=torch.float32, T=20, step=(3, 7)):
 
 def latest(neuron):
     """The kind of calls that was made last for the first time."""
-    return list(neuron.look()[0].calls.values())[-1]
+    return list(neuron.captured_values().calls.values())[-1]
 
 
 def everything(neuron, xs, seed=0):

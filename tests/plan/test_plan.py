@@ -6,7 +6,7 @@ from cores import adlif, lif
 from helpers import run_kernel
 
 import flexsn
-from flexsn._capture.reads_look import look
+from flexsn._capture.captured_values import look
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._ir.graph import Builder, interpret

@@ -284,7 +284,7 @@ def check_fsdp_mixed_precision(rank, world):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     net, alone = sharded(network(torch.float32), mesh, "layers", mp_policy=policy), network(torch.float32)
     seen = []
-    net[3].register_forward_pre_hook(lambda module, args: seen.append(module.captured.decay.dtype))
+    net[3].register_forward_pre_hook(lambda module, args: seen.append(module.decay.dtype))
     backward(net, net, part(x, rank, world))
     assert seen == [torch.bfloat16]
     sums = {n: torch.zeros_like(p) for n, p in alone.named_parameters()}

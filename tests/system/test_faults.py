@@ -485,7 +485,7 @@ class Encoded(Dataset):
     def __getitem__(self, k):
         neuron.reset()
         y = neuron(torch.full((40, 3000), 0.1 * k))  # more neuron-steps than one thread takes
-        (grad,) = torch.autograd.grad(y.sum(), neuron.captured.w)
+        (grad,) = torch.autograd.grad(y.sum(), neuron.w)
         return y.detach()[-1, 0], grad
 
 data = Encoded()
@@ -506,7 +506,7 @@ FORKS = """
 import os, signal, threading, time, torch, flexsn
 from flexsn._runtime import fork as forks
 from flexsn._runtime import cpp_kernel as launch_cpp
-from flexsn._capture import reads
+from flexsn._capture import captured_values as reads
 
 forks._forked = False  # stands for a process of its own: its mother started no thread
 torch.set_num_threads(2)
@@ -630,34 +630,29 @@ def test_a_fork_while_a_thread_builds_what_the_child_wants(nursery, tmp_path):
     assert code == 0, said
 
 
-SWAPPED = (
+LOCKED = (
     FORKS
     + """
-shared = torch.tensor(0.5)
+inside, half = threading.Event(), []
 
-def closure(x, v):
-    v = v * shared + x
-    return v, v
-
-neuron = flexsn.FlexSN(closure, num_inputs=1, num_states=1, backend="cpp")
-inside, found = threading.Event(), neuron.look()
-
-def swap():
-    with reads.bound(found[0], {"shared": torch.tensor(7.0)}):
+def make():
+    with reads.lock:
+        half.append("a program, half made")
         inside.set()
         time.sleep(0.5)
+        half.clear()
 
-thread = threading.Thread(target=swap)
+thread = threading.Thread(target=make)
 thread.start()
 inside.wait(60)
-child(lambda: os._exit(shared.item() != 0.5))
+child(lambda: os._exit(len(half)))
 thread.join(60)
 """
 )
 
 
-def test_a_fork_while_a_thread_has_swapped_what_a_core_captured(nursery, tmp_path):
-    code, said = nursery.run(SWAPPED, tmp_path / ".." / "forked")
+def test_a_fork_waits_while_a_thread_makes_a_program(nursery, tmp_path):
+    code, said = nursery.run(LOCKED, tmp_path / ".." / "forked")
     assert code == 0, said
 
 

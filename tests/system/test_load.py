@@ -106,18 +106,12 @@ class Viewed(Learned):
         return scaled(self.w[None], x, v)
 
 
-class Slotted:
-    __slots__ = ("__weakref__", "w")
-
+class Plain:
     def __init__(self):
         self.w = torch.tensor(0.5)
 
     def __call__(self, x, v):
         return scaled(self.w, x, v)
-
-
-class Plain(Slotted):
-    """With a `__dict__`."""
 
 
 def scaled(w, x, v):
@@ -129,7 +123,7 @@ def partial():
     return functools.partial(scaled, nn.Parameter(torch.tensor(0.5)))
 
 
-CORES = [Callable, executed, Learned, Viewed, Slotted, Plain, partial]
+CORES = [Callable, executed, Learned, Viewed, Plain, partial]
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["scan", "FlexSN"])
@@ -231,7 +225,7 @@ def caches():
     assert {
         "flexsn._program.cache.PROGRAMS.exact",
         "flexsn._runtime.cpp_kernel._kernels",
-        "flexsn.scan._looks",
+        "flexsn._capture.captured_values._looks",
         "flexsn._operator.library._launches",
     } <= set(tables)
     assert {"flexsn.lowlevel.source._loaded", "flexsn._operator.fallback._warned"} <= set(
