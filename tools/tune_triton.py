@@ -1,4 +1,4 @@
-"""Measure tiles and chunks of the Triton kernels on this GPU: what `launch_triton.tile_for` is made from.
+"""Measure tiles and chunks of the Triton kernels on this GPU: what `triton_tiles.tile_for` is made from.
 
     python tools/tune_triton.py --output tune.json [--cores lif_sigmoid ...] [--jobs 16]
 
@@ -27,8 +27,9 @@ from gpu import NEURONS, arrays, copy_rate, launch, plans, program, sequence_byt
 from flexsn._codegen import triton as render_triton
 from flexsn._operator.autotune import CANDIDATES
 from flexsn._plan.plan import checkpoints
-from flexsn._runtime import triton_kernel as launch_triton
-from flexsn._runtime.triton_kernel import Kernel, Tile
+from flexsn._runtime import triton_tiles
+from flexsn._runtime.triton_kernel import Kernel
+from flexsn._runtime.triton_tiles import Tile
 
 SIZES = {
     "lif_sigmoid": [(32, 3_211_264, "float32"), (1024, 131_072, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32"),
@@ -56,7 +57,7 @@ def build(job) -> tuple[float, dict]:
 def measure(plan, tile: Tile, T: int, N: int, checkpoints: int, memory: dict) -> tuple[float, Any]:
     from triton.testing import do_bench
 
-    launch_triton.tile_for = lambda *_: tile
+    triton_tiles.tile_for = lambda *_: tile
     kernel = Kernel(plan, render_triton.render(plan))
     binary = kernel._binary(kernel.expect(N, 0), tile, 0)
     call = launch(kernel, arrays(plan, T, N, checkpoints, memory), T, N)

@@ -31,7 +31,7 @@ _ROUND = {torch.float16: "flexsn::round_half({0})", torch.bfloat16: "flexsn::rou
 
 
 def render(plan: KernelPlan) -> str:
-    """The kernel's source text."""
+    """Return the kernel's source text."""
     body = _forward(plan) if plan.direction == "forward" else _backward(plan)
     return "\n".join([*_header(plan), *body, ""])
 
@@ -85,7 +85,7 @@ class _Step:
 
 
 def literal(node: Node) -> str:
-    """A constant as a C++ literal of its exact value."""
+    """Return a constant as a C++ literal of its exact value."""
     value, dtype = node.value, node.dtype
     ctype = COMPUTE[dtype]
     if dtype is torch.bool:
@@ -117,7 +117,7 @@ _CPP = Language(
 
 # --- the frame around it --------------------------------------------------------------------------------------------------
 def _open(plan: KernelPlan) -> list[str]:
-    """Signature of `run`, its arrays, and the parallel region with one thread's rows."""
+    """Return the lines that open `run`: its signature, its arrays, and the parallel region with one thread's rows."""
     lines = ['extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {']
     for i, a in enumerate(plan.arguments):
         const = "const " if i < len(plan.reads) else ""
@@ -161,7 +161,7 @@ def _pointer(a: Array, read: bool) -> str:
 
 
 def _scratch_rows(plan: KernelPlan) -> list[tuple[str, str, str]]:
-    """Name, type and length of one thread's rows: buffers of sequences, spread params, carried rows, recomputed states."""
+    """Return name, type and length of one thread's rows: buffers of sequences, spread params, carried rows, recomputed states."""
     rows = [(f"{a.role}_buffer", STORAGE[a.storage], "tile") for a in plan.arguments if a.kind == "sequence"]
     rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.arguments if a.kind == "param"]
     rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.carried]
@@ -171,14 +171,14 @@ def _scratch_rows(plan: KernelPlan) -> list[tuple[str, str, str]]:
 
 
 def _scratch_bytes(plan: KernelPlan) -> int:
-    """Scratch bytes per neuron of a tile; sizes of C++ types are those of the dtypes, but 16-bit floats compute in 4."""
+    """Return the scratch bytes per neuron of a tile; sizes of C++ types are those of the dtypes, but 16-bit floats compute in 4."""
     size = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "bool8": 1, "uint8_t": 1}
     sizes = size | {f"int{8 * n}_t": n for n in (1, 2, 4, 8)}
     return sum(sizes[ctype] * (plan.chunk if count != "tile" else 1) for _, ctype, count in _scratch_rows(plan))
 
 
 def _rows(plan: KernelPlan, indent: str, roles: Container[str] | None = None) -> list[str]:
-    """Where the rows of a step are."""
+    """Return the lines that point at the rows of a step."""
     lines = []
     for i, a in enumerate(plan.arguments):
         if a.kind != "sequence" or (roles is not None and a.role not in roles):
@@ -192,7 +192,7 @@ def _rows(plan: KernelPlan, indent: str, roles: Container[str] | None = None) ->
 
 
 def _blocks(indent: str, soon: Sequence[str], call: str, writes: Sequence[Array] = ()) -> list[str]:
-    """A row, block by block: ask for what is read soon, compute, flush what went to a buffer."""
+    """Return the loop over the blocks of a row: prefetch, compute, flush what went to a buffer."""
     flushes = [
         f"if (!full || large) flush({a.role}_seq + t * N + begin + b, {a.role}_row + b, up_to(m, size - b), large);"
         for a in writes
@@ -315,7 +315,7 @@ def _backward(plan: KernelPlan) -> list[str]:
 
 
 def _soon(plan: KernelPlan, recomputed: Container[str]) -> list[str]:
-    """What the step before reads; and of what the recomputation of the chunk before reads, a step."""
+    """Return prefetch lines: the inputs of step t - 1, and one step of the inputs of the previous chunk's recomputation."""
     lines = []
     for a in plan.reads:
         if a.kind == "sequence" and a.role in recomputed:

@@ -38,7 +38,7 @@ class Language:
     comment: str
 
     def statements(self, graph: Graph) -> list[str]:
-        """One line per value; what is used once, by the same user line, is written into its use."""
+        """Return one line per value; what is used once, by the same user line, is written into its use."""
         uses = Counter(a for n in graph.nodes for a in n.args) + Counter(graph.outputs.values())
         inlined: dict[Node, str] = {}
         consumer = {a: n for n in graph.nodes for a in n.args}
@@ -62,8 +62,8 @@ class Language:
         return self.rounding[node.dtype].format(text) if node.dtype in HALF and node.op not in _EXACT else text
 
     def _inlinable(self, node: Node, user: Node) -> bool:
-        """Small integers would be promoted inside an expression; a template may name an argument twice; in an arm of a
-        select it would be a branch, and the loop no vector loop."""
+        """Return whether a value may be written into its use. Small integers would be promoted inside an expression; a template may
+        name an argument twice; in an arm of a select it would be a branch, and the loop no vector loop."""
         index = user.args.index(node)
         if re.fullmatch(r"t\d+", node.name) is None or (user.op == "where" and index > 0):
             return False
@@ -72,7 +72,7 @@ class Language:
 
 
 def title(plan: KernelPlan, comment: str) -> list[str]:
-    """The first lines of a kernel: what it is, and what it moves."""
+    """Return the first lines of a kernel: what it is, and what it moves."""
     listed = {t: ", ".join(_label(plan, a) for a in plan.used(arrays) if a.kind in ("sequence", "checkpoint")) or "nothing"
               for t, arrays in (("reads", plan.reads), ("writes", plan.writes))}  # fmt: skip
     what = f"{plan.direction}, T steps of N neurons, in chunks of {plan.chunk}"
@@ -93,12 +93,12 @@ def _is_call(template: str) -> bool:
 
 
 def where_of(line: str) -> str:
-    """`file.py:12: h = v + x` of a source line, as it may stand in a comment."""
+    """Return `file.py:12: h = v + x` of a source line, as it may stand in a comment."""
     place, _, code = line.partition(": ")
     text = f"{os.path.basename(place)}: {code}" if code else os.path.basename(place)
     return re.sub(r"[^\x20-\x7e]|\\|\?\?", "_", text)[:110].rstrip()
 
 
 def safe(text: str) -> str:
-    """A core's name as it may stand in a comment."""
+    """Return a core's name as it may stand in a comment."""
     return re.sub(r"[^\w.]", "_", text, flags=re.ASCII)[:80]

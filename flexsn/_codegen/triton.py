@@ -15,49 +15,32 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .._ir.graph import HALF, Graph, Node, Shape, reachable
+from .._ir.graph import HALF, Graph, Node, Shape
 from .._ir.roles import Kind, Role, of_kind
 from .._plan.plan import Array, KernelPlan
 from .._version import __version__
-from .cpp import float32
-from .language import Language, safe, title
-from .triton_ops import TEXTS
-
-STORAGE = {
-    torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1",
-    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-}  # fmt: skip
-COMPUTE = {
-    torch.float32: "tl.float32", torch.float64: "tl.float64", torch.float16: "tl.float32", torch.bfloat16: "tl.float32",
-    torch.bool: "tl.int1", torch.int8: "tl.int8", torch.int16: "tl.int16", torch.int32: "tl.int32", torch.int64: "tl.int64",
-    torch.uint8: "tl.uint8",
-}  # fmt: skip
-_ROUND = {torch.float16: "math.round_half({0})", torch.bfloat16: "math.round_bfloat16({0})"}
-IMPORTS = (
-    "import triton", "import triton.language as tl", "",
-    "import flexsn._runtime.triton_math as math", "from flexsn._runtime.triton_math import libdevice",
-)  # fmt: skip
+from .language import safe, title
+from .triton_values import COMPUTE, IMPORTS, TRITON, literal, smooth, template
 
 
 @functools.lru_cache(256)
 def render(plan: KernelPlan) -> str:
-    """The kernel's source text."""
+    """Return the kernel's source text."""
     return "\n".join([*_header(plan), *(_forward(plan) if plan.direction == "forward" else _backward(plan)), ""])
 
 
 def kernel_name(plan: KernelPlan) -> str:
-    """As profilers show it."""
+    """Return the kernel's name, which profilers show."""
     name = f"{safe(plan.core).replace('.', '_')}_{plan.direction}"
     return name if name.isidentifier() else f"core_{name}"
 
 
 def nullable(plan: KernelPlan) -> list[Array]:
-    """Rows that a call may lack, zero then: initial states, cotangents of final states."""
+    """Return the rows that a call may lack, zero then: initial states, cotangents of final states."""
     return [a for a in plan.reads if a.kind == "row"]
 
 
@@ -65,77 +48,18 @@ _BITS = 31  # of a flag: it is an int32
 
 
 def flags(plan: KernelPlan) -> list[str]:
-    """Names of the numbers that say which of `nullable(plan)` are there."""
+    """Return the names of the numbers that say which of `nullable(plan)` are there."""
     return [f"given_{k}" if k else "given" for k in range(len(packed([False] * len(nullable(plan)))))]
 
 
 def packed(present: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of `flags`: bit by bit, whether each of `nullable(plan)` is there."""
+    """Return the numbers of `flags`: bit by bit, whether each of `nullable(plan)` is there."""
     parts = [present[k : k + _BITS] for k in range(0, max(1, len(present)), _BITS)]
     return tuple([sum(1 << bit for bit, there in enumerate(part) if there) for part in parts])
 
 
 def _header(plan: KernelPlan) -> list[str]:
     return [*title(plan, "#"), *IMPORTS, "", ""]
-
-
-# --- values --------------------------------------------------------------------------------------------------------------------
-def _template(node: Node, fast: Container[Node] = ()) -> str:
-    if node.op == "convert":
-        return _convert(node.args[0].dtype, node.dtype)
-    text = TEXTS[node.op]
-    if isinstance(text, str):
-        return text
-    kind = COMPUTE[node.args[-1].dtype].removeprefix("tl.").replace("int1", "bool")
-    return text["fast"] if node in fast and kind == "float32" and "fast" in text else text.get(kind, text.get("", ""))
-
-
-_DECIDES = frozenset("eq ne lt le gt ge sign floor ceil trunc round trunc_div floor_div remainder fmod signbit exponent mantissa".split())
-
-
-def _smooth(graph: Graph) -> set[Node]:
-    """Values on which no decision depends: in a gradient, one ulp of theirs is no spike more or less."""
-    deciding = [a for n in graph.nodes if n.op in _DECIDES or not n.dtype.is_floating_point for a in n.args]
-    return set(graph.nodes) - reachable(deciding)
-
-
-def _convert(source: torch.dtype, target: torch.dtype) -> str:
-    """As c10::convert."""
-    if target is torch.bool:
-        return "{0} != 0"
-    if source.is_floating_point and not target.is_floating_point and target.itemsize < 8:
-        return "{0}.to(tl.int32).to({T})"
-    return "{0}.to({T})"
-
-
-def literal(node: Node) -> str:
-    """A constant of its exact value; Triton takes the dtype of a float from the other operand, so others are written out."""
-    value, dtype = node.value, node.dtype
-    if dtype is torch.bool:
-        return repr(bool(value))
-    if COMPUTE[dtype] == "tl.float32":
-        value = float32(value)
-    if value == 0 and math.copysign(1.0, value) < 0:  # Triton makes 0.0 of -0.0
-        bits = "tl.full((), -(2**63), tl.int64)" if dtype is torch.float64 else "tl.full((), -(2**31), tl.int32)"
-        return f"{bits}.to({COMPUTE[dtype]}, bitcast=True)"
-    if COMPUTE[dtype] == "tl.float32" and 0 < abs(value) < 2.0**-126:  # Triton takes the literal for a float64
-        return f"tl.full((), {value!r}, tl.float32)"
-    text = repr(value) if not isinstance(value, float) or math.isfinite(value) else f'float("{value}")'
-    if COMPUTE[dtype] in ("tl.float32", "tl.int32"):
-        return f"({text})" if text[0] == "-" else text
-    return f"tl.full((), {text}, {COMPUTE[dtype]})"
-
-
-def _constant(node: Node, user: Node) -> str:
-    """Functions take tensors: they look at the dtypes of their arguments. An op on plain numbers alone would be Python's."""
-    plain, template = literal(node), _template(user)
-    whole = "math." in template or "libdevice." in template or ".to(" in template or all(a.op == "const" for a in user.args)
-    return plain if not whole or plain.startswith("tl.") else f"tl.full((), {plain}, {COMPUTE[node.dtype]})"
-
-
-_TRITON = Language(
-    template=_template, types=COMPUTE, rounding=_ROUND, constant=_constant, declare="{name} = {text}", comment="#",
-)  # fmt: skip
 
 
 # --- functions -----------------------------------------------------------------------------------------------------------------
@@ -150,9 +74,9 @@ def _call(results: Sequence[str], function: str, arguments: Sequence[str]) -> st
 
 
 def _computation(plan: KernelPlan, graph: Graph, name: str, comment: str, roles: Sequence[Role], results: Sequence[Role]) -> list[str]:
-    """A function of one step: operands `roles`, in the form in which they lie in memory, to the outputs `results`."""
-    fast = _smooth(graph) if name == "vjp" else ()
-    language = dataclasses.replace(_TRITON, template=functools.partial(_template, fast=fast))
+    """Return a function of one step: operands `roles`, in the form in which they lie in memory, to the outputs `results`."""
+    fast = smooth(graph) if name == "vjp" else ()
+    language = dataclasses.replace(TRITON, template=functools.partial(template, fast=fast))
     stored = {a.role: a.storage for a in plan.reads if a.kind in ("sequence", "param")}
     inside = {r: graph.inputs[r].name for r in roles}
     body = []
@@ -171,7 +95,7 @@ def _long(dtype: torch.dtype) -> str:
 
 
 def _result(node: Node, shape: str) -> str:
-    """A value that depends on no operand is spread over the block."""
+    """Return a result; a value that depends on no operand is spread over the block."""
     if node.shape is not Shape.NUMBER:
         return node.name
     return f"tl.full({shape}, {literal(node) if node.op == 'const' else node.name}, {COMPUTE[node.dtype]})"
@@ -179,7 +103,7 @@ def _result(node: Node, shape: str) -> str:
 
 # --- the frame -------------------------------------------------------------------------------------------------------------------
 class _Frame:
-    """What the two directions share: names, parameters, the first lines."""
+    """Writes what the two directions share: names, parameters, the first lines."""
 
     def __init__(self, plan: KernelPlan):
         self.plan = plan
@@ -220,7 +144,7 @@ class _Frame:
         return [f"    # {note}" for note in notes]
 
     def flag(self, role: Role) -> tuple[str, int]:
-        """Which flag, and which bit of it, says whether a row is there."""
+        """Return which flag, and which bit of it, says whether a row is there."""
         word, bit = divmod(self.nullable.index(role), _BITS)
         return flags(self.plan)[word], bit
 
@@ -236,7 +160,7 @@ class _Frame:
 
 
 def _lengths(most: int) -> list[int]:
-    """Steps for which code is written where at most so many are left: powers of two, the shortest that serves is taken."""
+    """Return the steps for which code is written where at most `most` are left: powers of two, the shortest that serves is taken."""
     return [1 << k for k in range(most.bit_length())]
 
 
@@ -249,7 +173,7 @@ def _reads(sequences: Sequence[str], count: object, length: int, *, to: str = ""
 
 
 def _shortest(most: int, of_length: Callable[[int], list[str]]) -> list[str]:
-    """The code of the shortest length that serves the `rest` steps that are left, one to `most`."""
+    """Return the code of the shortest length that serves the `rest` steps that are left, one to `most`."""
     if most == 1:
         return of_length(1)
     lines: list[str] = []
@@ -316,20 +240,20 @@ def _backward(plan: KernelPlan) -> list[str]:
         lines += _computation(plan, ahead, "advance", f"The states of {core} one step on.", list(ahead.inputs), states)
     comment = f"One step back: the vector-Jacobian product of {core}."
     lines += _computation(plan, vjp, "vjp", comment, list(vjp.inputs), list(vjp.outputs))
-    way = _WayBack(plan, f, states)
-    lines += way.functions()
+    loop = _BackwardLoop(plan, f, states)
+    lines += loop.functions()
 
     lines += f.open()
     for a in plan.carried:
         zero = f"tl.zeros((BLOCK,), {COMPUTE[a.compute]})"
         lines.append(f"    {a.role} = {f.first(a) if a.role in f.nullable else zero}")
-    lines += ["    t = T", *(f"    {r}_at = {r}_seq + i + T * N" for r in way.moving)]
+    lines += ["    t = T", *(f"    {r}_at = {r}_seq + i + T * N" for r in loop.moving)]
     lines += [f"    {r}_at = {r}_seq + i + ((T - 1) // {plan.chunk} - 1) * N  # of the last chunk" for r in f.checkpoints]
-    return [*lines, *_indented(way.rest()), *_indented(way.chunks()), *f.last_rows()]
+    return [*lines, *_indented(loop.rest()), *_indented(loop.chunks()), *f.last_rows()]
 
 
-class _WayBack:
-    """From the last step to the first: what is left of T after the full chunks, then the chunks."""
+class _BackwardLoop:
+    """Writes the loop of a backward: what is left of T after the full chunks, then the chunks, from the last step to the first."""
 
     def __init__(self, plan: KernelPlan, frame: _Frame, states: list[Role]):
         assert plan.advance is not None
@@ -360,7 +284,7 @@ class _WayBack:
         return _function("after", parameters, "The states L steps on.", body, self.states)
 
     def step_back(self) -> list[str]:
-        """The cotangents of the states before step j, from those after it; and what the step adds to gradients of params."""
+        """Return the lines of step j: the cotangents of the states before it, and what it adds to gradients of params."""
         f, step = self.frame, self.plan.step
         cotangents = of_kind(f.carried, Kind.STATE_GRAD)
         own_sequences = {r: r.to(Kind.STATES_GRAD) for r in cotangents}
@@ -384,7 +308,7 @@ class _WayBack:
         return [f"t -= {length}", *(f"{r}_at -= {length} * N" for r in self.moving)]
 
     def starts(self, t: str, to: str = "") -> list[str]:
-        """The states at the start of the chunk that starts at t."""
+        """Return the lines that load the states at the start of the chunk that starts at t."""
         f = self.frame
         if self.plan.most is not None:
             return [f"{a.role}{to} = {f.first(a)}" for a in self.plan.reads if a.role in self.states]
@@ -392,15 +316,16 @@ class _WayBack:
         return [*own, *(f"{r}_at -= N" for r in f.checkpoints)]
 
     def on(self, length: int, at: str = "") -> list[str]:
-        """The states on through `length` steps."""
+        """Return the lines that take the states on through `length` steps."""
         if not self.states:
             return []
         call = _call(self.states, "after", [*self.needed, *self.states, *self.frame.params, "mask", f"L={length}"])
         return [*_reads(self.needed, length, length, at=at), call]
 
-    # --- the way -----------------------------------------------------------------------------------------------------
+    # --- the loop ----------------------------------------------------------------------------------------------------
     def rest(self) -> list[str]:
-        """What is left, by code for half a chunk, which needs no more registers than the chunks: the second half comes first."""
+        """Return the lines for what is left, by code for half a chunk, which needs no more registers than the chunks: its second half
+        comes first."""
         half, f = self.K // 2, self.frame
         if not half:
             return []
@@ -437,7 +362,7 @@ class _WayBack:
 
 # --- a step alone ----------------------------------------------------------------------------------------------------------------------
 def render_step(graph: Graph, name: str, operands: Sequence[str], results: Sequence[str | None]) -> str:
-    """One step as a `@triton.jit` function of values in the form in which they lie in memory.
+    """Return one step as a `@triton.jit` function of values in the form in which they lie in memory.
 
     Args:
         operands: roles of its arguments, in order; it need not read them all.
@@ -446,7 +371,7 @@ def render_step(graph: Graph, name: str, operands: Sequence[str], results: Seque
     taken, made = list(map(Role.of, operands)), [None if r is None else Role.of(r) for r in results]
     names = {r: graph.inputs[r].name if r in graph.inputs else f"unused_{r}" for r in taken}
     wide = [n for n in graph.inputs.values() if n.dtype in HALF]
-    body = [f"{n.name} = {n.name}.to({COMPUTE[n.dtype]})" for n in wide] + _TRITON.statements(graph)
+    body = [f"{n.name} = {n.name}.to({COMPUTE[n.dtype]})" for n in wide] + TRITON.statements(graph)
     shape = f"{next(iter(names.values()))}.shape"
     returned = [f"tl.zeros({shape}, tl.float32)" if r is None else _result(graph.outputs[r], shape) for r in made]
     kinds = [_long(graph.inputs[r].dtype) if r in graph.inputs else "anything" for r in taken]

@@ -74,14 +74,14 @@ class Graph:
         return []
 
     def select(self, roles: Iterable[str]) -> Graph:
-        """The part that computes the given outputs, with only the inputs that it reads."""
+        """Return the part that computes the given outputs, with only the inputs that it reads."""
         outputs = {r: self.outputs[r] for r in map(Role.of, roles)}
         live = reachable(outputs.values())
         inputs = {r: n for r, n in self.inputs.items() if n in live}
         return Graph(self.core, inputs, outputs, [n for n in self.nodes if n in live])
 
     def for_cotangents(self, given: Iterable[str]) -> Graph:
-        """The graph where outputs have no other cotangents (`gy*`) than those given: as in autograd, what depends on absent
+        """Return the graph where outputs have no other cotangents (`gy*`) than those given: as in autograd, what depends on absent
         ones alone vanishes with them. States have theirs."""
         there, builder, new = set(given), Builder(self.core), dict[Node, Node | None]()
         alive = {node for role, node in self.inputs.items() if exists(role, there)}
@@ -116,7 +116,7 @@ def vanishes(const: Node, given: Container[str]) -> bool:
 
 
 def _vanish(builder: Builder, node: Node, args: list[Node | None]) -> Node | None:
-    """`node` over arguments of which some are absent (None), while another depends on a cotangent that is there."""
+    """Return `node` over arguments of which some are absent (None), while another depends on a cotangent that is there."""
     present = tuple(a for a in args if a is not None)
     if len(present) == len(args):
         return builder.add(node.op, present, node.dtype, node.name, node.line)
@@ -134,7 +134,7 @@ def _vanish(builder: Builder, node: Node, args: list[Node | None]) -> Node | Non
 
 
 def reachable(roots: Iterable[Node]) -> set[Node]:
-    """Everything that the roots are computed from, themselves included."""
+    """Return everything that the roots are computed from, themselves included."""
     seen: set[Node] = set()
     stack = list(roots)
     while stack:
@@ -158,7 +158,7 @@ class Builder:
         self._known: dict[tuple, Node] = {}
 
     def name(self, wanted: str | None) -> str:
-        """A name that no other value has: the wanted one, or it with a number."""
+        """Return a name that no other value has: the wanted one, or it with a number."""
         while True:
             n = self.names[wanted or "t"] = self.names.get(wanted or "t", 0) + 1
             found = f"t{n}" if wanted is None else wanted if n == 1 else f"{wanted}_{n}"
@@ -202,7 +202,7 @@ class Builder:
         return self._known[key]
 
     def _simplify(self, op: str, args: tuple[Node, ...]) -> Node | None:
-        """Identities that hold bit for bit."""
+        """Return what a value is by an identity that holds bit for bit, if there is one."""
         last = args[-1]
         if op in ("mul", "div") and last.op == "const" and last.value == 1:
             return args[0]
@@ -217,7 +217,7 @@ class Builder:
         return self.add(node.op, args, node.dtype, None if re.fullmatch(r"t\d+", node.name) else node.name, node.line)
 
     def op(self, name: str, *args: Node) -> Node:
-        """A closed op on nodes; the dtype of the result follows the op's rule."""
+        """Return a closed op on nodes; the dtype of the result follows the op's rule."""
         rule = OPS[name].result
         dtype = {"bool": torch.bool, "int32": torch.int32}.get(rule, args[-1].dtype)
         return self.add(name, args, dtype)

@@ -21,7 +21,7 @@ _RESERVED = frozenset(
 
 
 def identifier(text: str | None) -> str | None:
-    """A user's name as it may stand in generated code, or None."""
+    """Return a user's name as it may stand in generated code, or None."""
     if not text:
         return None
     name = text.rpartition(".")[2]
@@ -32,12 +32,12 @@ def identifier(text: str | None) -> str | None:
 
 
 def is_identifier(name: object) -> bool:
-    """Whether a name is nothing but a name in generated code; `identifier` and a graph's builder give such ones."""
+    """Return whether a name is nothing but a name in generated code; `identifier` and a graph's builder give such ones."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,60}", name) is not None
 
 
 def assigned_name(node: fx.Node) -> str | None:
-    """The name on the left of the user's line."""
+    """Return the name on the left of the user's line."""
     match = re.match(r".*?:\d+: (([A-Za-z_]\w*)\s*(?::[^=]*)?=(?!=).*)", node.meta.get("line") or "")
     return identifier(match.group(2)) if match and _is_assignment(match.group(1)) else None
 

@@ -37,7 +37,7 @@ class Lowering:
         self.roles: dict[str, Role] = {}  # of the leaves, by their names in the recorded graph
 
     def node(self, fx_node: fx.Node) -> Node:
-        """The value of a recorded node; a static one becomes a param of the kernel, or a number."""
+        """Return the value of a recorded node; a static one becomes a param of the kernel, or a number."""
         if fx_node not in self.env:
             val = fx_node.meta["val"]
             if "uniform" in fx_node.meta:
@@ -64,7 +64,7 @@ class Lowering:
         self.env[fx_node] = value
 
     def cast(self, arg: Any, dtype: torch.dtype) -> Node:
-        """An argument (recorded node or Python number) as a value of `dtype`."""
+        """Return an argument (recorded node or Python number) as a value of `dtype`."""
         if isinstance(arg, fx.Node):
             return self.b.convert(self.node(arg), dtype)
         return self.b.const(arg, dtype)
@@ -124,7 +124,7 @@ def _topological(roots: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _names(outputs: Mapping[Role, fx.Node]) -> dict[fx.Node, str]:
-    """`h` for the last op of the line `h = v + (x - v) / tau`."""
+    """Return names of nodes: `h` for the last op of the line `h = v + (x - v) / tau`."""
     last: dict[str, fx.Node] = {}
     for node in _topological(outputs.values()):
         if node.meta.get("kind") == "step" and node.op == "call_function" and node.meta.get("line"):
@@ -179,13 +179,13 @@ for _op in OPS.values():
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """In what a node is computed: as in eager, 16-bit floats in float32, and `lower` rounds the result once."""
+    """Return the dtype in which a node is computed: as in eager, 16-bit floats in float32, and `lower` rounds the result once."""
     own = node.meta["val"].dtype
     return torch.float32 if own in HALF else own
 
 
 def _scaled_sum(low: Lowering, node: fx.Node, a: Any, b: Any, sign: int) -> Node:
-    """`a + sign * alpha * b`, rounded once."""
+    """Return `a + sign * alpha * b`, rounded once."""
     alpha: Any = node.kwargs.get("alpha", _args(node)[2] if len(_args(node)) > 2 else 1)
     dtype, own = _dtype(node), node.meta["val"].dtype
     number = own if low.rounding.narrow_numbers else dtype
@@ -326,7 +326,7 @@ def _to_copy(low: Lowering, node: fx.Node) -> Node:
 
 @_rule("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar")
 def _pow(low: Lowering, node: fx.Node) -> Node:
-    """ATen's own shortcuts for some scalar exponents keep their bits."""
+    """Return the power by ATen's own shortcuts for some scalar exponents, which keep its bits."""
     base, exponent = _args(node)[:2]
     dtype, own = _dtype(node), node.meta["val"].dtype
     x = low.cast(base, dtype)
@@ -337,10 +337,8 @@ def _pow(low: Lowering, node: fx.Node) -> Node:
         return low.b.convert(low.b.convert(product, own), dtype) if rounded else product
 
     if not isinstance(exponent, fx.Node):
-        if exponent == 0:
-            return low.const(1, x)
-        if exponent == 1:
-            return x
+        if exponent in (0, 1):
+            return x if exponent else low.const(1, x)
         if exponent in (2, 3):
             square = times(x, x)
             return square if exponent == 2 else times(square, x)
@@ -382,7 +380,7 @@ def _index_put(low: Lowering, node: fx.Node) -> Node:
 
 
 def _part(node: fx.Node) -> Rule:
-    """The rule of one result of an op with several."""
+    """Return the rule of one result of an op with several."""
     whole, index = _args(node)
     assert isinstance(whole, fx.Node) and isinstance(index, int)
     return _MULTI[whole.target][index]

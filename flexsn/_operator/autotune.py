@@ -1,6 +1,6 @@
 """Tiles measured on this GPU at the sizes of a call, when asked for (`tune=True`), and kept on disk for later processes.
 
-Without it, `launch_triton.tile_for` chooses from the tiles that were tuned once, offline. On the CPU there is nothing to
+Without it, `triton_tiles.tile_for` chooses from the tiles that were tuned once, offline. On the CPU there is nothing to
 measure: tiles follow from the sizes of the caches.
 """
 
@@ -13,7 +13,8 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from .._runtime.triton_kernel import Kernel, Tile
+from .._runtime.triton_kernel import Kernel
+from .._runtime.triton_tiles import Tile
 from ..errors import BuildError
 from .call import Call, Launch, arrays_of
 

@@ -72,8 +72,8 @@ class Blueprint:
         return tuple(self.metas[self.sig.num_inputs : self.sig.num_inputs + self.sig.num_states])
 
     def captured(self, *, vjp: bool) -> tuple[str, ...]:
-        """Names of the captured tensors that the core reads, or the core and its VJP, which a call passes after the params; last those
-        that nothing but the VJP reads."""
+        """Return the names of the captured tensors that the core reads, or the core and its VJP, which a call passes after the params; last
+        those that nothing but the VJP reads."""
         return tuple(dict.fromkeys((*self.forward.captured, *(self.vjp.captured if vjp and self.vjp is not None else ()))))
 
     @property
@@ -100,7 +100,7 @@ class Blueprint:
         return self.vjp
 
     def _as_computed(self, record: Record) -> Trace:
-        """The VJP at the step shape. A backward of the user's may run at the shapes of smaller operands alone."""
+        """Return the recorded VJP at the step shape. A backward of the user's may run at the shapes of smaller operands alone."""
         ins = self.sig.num_inputs + self.sig.num_states
         try:
             return record(metas=self.computed)
@@ -114,9 +114,9 @@ class Blueprint:
             ) from None  # fmt: skip
 
     def _check_smaller(self, forward: Trace, vjp: Trace, free_dims: frozenset[int]) -> None:
-        """Eager sums the cotangents of what is smaller than the step before a backward of the user's takes them, a kernel after it; of a
-        smaller return a kernel holds the cotangent at one of its neurons, and zeros at the others. Both are right where that backward
-        is linear, and asks for no sizes."""
+        """Refuse a user's backward that a kernel would get wrong for smaller operands. Eager sums the cotangents of what is smaller than
+        the step before that backward takes them, a kernel after it; of a smaller return a kernel holds the cotangent at one of its
+        neurons, and zeros at the others. Both are right where that backward is linear, and asks for no sizes."""
         whole, operands = torch.Size(self.step).numel(), self.metas[: self.sig.num_inputs + self.sig.num_states]
         known = zip(self.sig.names, operands, vjp.grads, strict=False)
         smaller = [name for name, meta, grad in known if grad is not None and torch.Size(meta.shape).numel() != whole]
@@ -138,7 +138,7 @@ class Blueprint:
             )  # fmt: skip
 
     def shapes(self, operand_shapes: Sequence[tuple[int, ...]]) -> Shapes | None:
-        """The shapes of a call with inputs and states of these step shapes, or None where the graphs do not fit."""
+        """Return the shapes of a call with inputs and states of these step shapes, or None where the graphs do not fit."""
         common = step_shape(self.sig, operand_shapes)
         offset = len(self.step) - len(common)
         if offset < 0:
@@ -151,7 +151,7 @@ class Blueprint:
 
 
 def rescale(shape: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
-    """`shape`, which broadcasts to step shape `old`, for step shape `new`."""
+    """Return `shape`, which broadcasts to step shape `old`, for step shape `new`."""
     offset = len(old) - len(shape)
     return tuple(1 if n == 1 else new[d + offset] for d, n in enumerate(shape))
 
@@ -183,7 +183,7 @@ def draw(
 
 
 def _step_of(sig: Signature, operands: Sequence[Meta], returns: Sequence[Meta]) -> tuple[int, ...]:
-    """The step shape; outputs that are as large as the core makes them belong to it."""
+    """Return the step shape; outputs that are as large as the core makes them belong to it."""
     step = step_shape(sig, [m.shape for m in operands])
     for i, meta in enumerate(returns):
         try:
@@ -227,7 +227,7 @@ def _settle(record: Record, sig: Signature, metas: Sequence[Meta | None], num_ou
 
 
 def _check_shapes_read(sig: Signature, recorded: Trace, step: tuple[int, ...]) -> None:
-    """A kernel has operands of the step shape, whatever is smaller in eager."""
+    """Refuse a core that reads sizes of smaller operands: a kernel has operands of the step shape."""
     shapes, ranks = sorted({*recorded.shapes_read} - {step}), sorted({*recorded.ranks_read} - {len(step)})
     if shapes or ranks:
         what = f"a size of a tensor of shape {list(shapes[0])}" if shapes else f"that a tensor has {ranks[0]} dims"
@@ -249,7 +249,7 @@ def _record_as_computed(record: Record, sig: Signature, metas: list[Meta], step:
 
 
 def _check_promotion(record: Record, sig: Signature, seen: Sequence[Meta], computed: Sequence[Meta], forward: Trace) -> None:
-    """A tensor without dims gives way in type promotion, and a row of neurons does not: the dtypes must be the same for both."""
+    """Refuse a core whose dtypes depend on that: a tensor without dims gives way in type promotion, a row of neurons does not."""
     given = _dtypes(record(metas=[Meta(m.shape, c.dtype) for m, c in zip(seen, computed, strict=True)], vjp=False))
     wide = _dtypes(forward)
     if set(given) == set(wide) and (given == wide or len(given) != len(wide)):
@@ -261,7 +261,7 @@ def _check_promotion(record: Record, sig: Signature, seen: Sequence[Meta], compu
 
 
 def _dtypes(recorded: Trace) -> list[torch.dtype]:
-    """Dtypes of all values that are computed, in order, without what only moves them."""
+    """Return the dtypes of all values that are computed, in order, without what only moves them."""
     moves = ("aten::expand", "aten::view", "aten::detach", "aten::alias", "aten::full")
     nodes = [n for n in recorded.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
     return [n.meta["val"].dtype for n in nodes if getattr(getattr(n.target, "_schema", None), "name", "") not in moves]
@@ -270,7 +270,7 @@ def _dtypes(recorded: Trace) -> list[torch.dtype]:
 def _free_dims(
     record: Record, made: Blueprint, forward: Trace, recorded: Trace, captured: dict[str, Tensor], dims: frozenset[int]
 ) -> frozenset[int]:
-    """Of `dims` of the step shape, those whose size what was `recorded` does not depend on: found by recording it again with other
+    """Return those of `dims` of the step shape whose size what was `recorded` does not depend on: found by recording it again with other
     sizes."""
     ins, metas = made.sig.num_inputs + made.sig.num_states, made.computed
     fixed = {n for m in metas[ins:] for n in m.shape} | {n for t in captured.values() for n in t.shape} | {1}

@@ -55,7 +55,7 @@ class Program:
         self.storage = self._storage()
 
     def differentiate(self, core: Callable, captured: dict[str, Tensor], seen: CapturedValues | None = None) -> Vjp:
-        """The VJP, traced on first use; `core` is the one that this program was made from, or its equal.
+        """Return the VJP, captured on first use; `core` is the one that this program was made from, or its equal.
 
         Args:
             seen: what the core captures, which a backward of the user's must not write to.
@@ -73,7 +73,7 @@ class Program:
             return self.vjp
 
     def fits(self, metas: Sequence[Meta | None]) -> bool:
-        """Whether it serves operands of these shapes."""
+        """Return whether it serves operands of these shapes."""
         ins = self.sig.num_inputs + self.sig.num_states
         return self.blueprint.shapes([m.shape for m in metas[:ins] if m is not None]) is not None
 
@@ -93,7 +93,7 @@ class Program:
 
     # --- kernels ------------------------------------------------------------------------------------------------------
     def checkpoints(self, T: int) -> int:
-        """Rows of states that a forward stores: exact where T is a number, an upper bound where it is symbolic."""
+        """Return the rows of states that a forward stores: exact where T is a number, an upper bound where it is symbolic."""
         if is_symbolic(T):
             return T // self.chunk + 2  # never 0 or 1, which PyTorch would make a case of its own
         return plan.checkpoints(T, self.backend.chunk_for(self.chunk, T), self.chunk)
@@ -146,7 +146,7 @@ class Vjp:
         self._epilogues: dict[tuple, StaticModule] = {}
 
     def requiring_grad(self, needed: Collection[int | str], T: int | None) -> list[bool]:
-        """Which outputs, final states and state sequences require grad, as in eager: those from which autograd's graph leads to an
+        """Return which outputs, final states and state sequences require grad, as in eager: those from which autograd's graph leads to an
         operand that does.
 
         Args:

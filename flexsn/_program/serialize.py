@@ -39,7 +39,7 @@ _OUTSIDE = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem
 
 # --- writing ----------------------------------------------------------------------------------------------------------------
 def write(blueprint: Blueprint, *, vjp: bool) -> str:
-    """The text of a blueprint, with its VJP (which must have been recorded) or without.
+    """Return the text of a blueprint, with its VJP (which must have been recorded) or without.
 
     Equal cores at equal layouts give equal texts in every process.
     """
@@ -128,7 +128,7 @@ def _argument(value: Any) -> Any:
 
 # --- reading ----------------------------------------------------------------------------------------------------------------
 def read(text: str, device: torch.device) -> Blueprint:
-    """The blueprint that a text describes, for operands on `device`.
+    """Return the blueprint that a text describes, for operands on `device`.
 
     Raises:
         ProgramTextError: the text was not written by this version of flexsn, or names an operator that is not loaded.
@@ -170,7 +170,7 @@ def _read_step(core: str, data: dict[str, Any], device: torch.device) -> tuple[G
 
 
 def _read_graph(core: str, data: dict[str, Any]) -> Graph:
-    """The graph of a text. Names stand in generated code, so they must be plain identifiers."""
+    """Return the graph of a text. Names stand in generated code, so they must be plain identifiers."""
     nodes: dict[str, Node] = {}
 
     def made(name: str, op: str, args: tuple[Node, ...], dtype: str, line: str | None, shape: Shape) -> Node:

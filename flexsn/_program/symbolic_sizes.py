@@ -20,7 +20,7 @@ class Sizes:
         self._numbers: dict[str, int] = {}
 
     def of(self, shape: Sequence[int], exact: bool = False) -> tuple[int, ...]:
-        """`exact`: the sizes that they have, to which the trace is then bound."""
+        """Return numbers for sizes; `exact`: the sizes that they have, to which the trace is then bound."""
         return exactly(shape) if exact else tuple([self._number(n) for n in shape])
 
     def _number(self, size: int) -> int:
@@ -32,12 +32,12 @@ class Sizes:
 
 
 def exactly(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sizes as numbers, to which the trace is bound."""
+    """Return the sizes as numbers, to which the trace is bound."""
     return tuple([int(n) for n in shape])
 
 
 def settle_sizes(draw: Callable[[Sizes], Blueprint], shapes: Sequence[Sequence[int]]) -> Blueprint:
-    """What `draw` gives with the symbolic sizes among these step shapes left open; where the core depends on one, with the
+    """Return what `draw` gives with the symbolic sizes among these step shapes left open; where the core depends on one, with the
     sizes that they have, to which the trace is then bound (and not where it fails, and something else runs the core)."""
     if any(is_symbolic(n) for s in shapes for n in s):
         try:
@@ -53,6 +53,6 @@ def settle_sizes(draw: Callable[[Sizes], Blueprint], shapes: Sequence[Sequence[i
 
 
 def stays_open(blueprint: Blueprint, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether the core depends on no symbolic size among these step shapes."""
+    """Return whether the core depends on no symbolic size among these step shapes."""
     rank = len(blueprint.step)
     return all(not is_symbolic(n) or rank - len(s) + d in blueprint.free_dims for s in shapes for d, n in enumerate(s))

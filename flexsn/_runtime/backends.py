@@ -53,7 +53,7 @@ NAMES = ("auto", "torch", *BACKENDS, *_ALIASES)  # what `backend=` takes; "torch
 
 
 def backend_of(device: torch.device) -> str:
-    """The name of the backend that serves a device; of one that no backend names (`meta`, where nothing runs), the first."""
+    """Return the name of the backend that serves a device; of one that no backend names (`meta`, where nothing runs), the first."""
     return next((name for name, backend in BACKENDS.items() if device.type in backend.devices), next(iter(BACKENDS)))
 
 
@@ -64,7 +64,7 @@ def check_backend(wanted: str, core: str) -> None:
 
 
 def choose_backend(wanted: str, device: torch.device, core: str, *, traced: bool) -> str:
-    """The name of the backend that runs a call; `traced` ones run on the device's own.
+    """Return the name of the backend that runs a call; `traced` ones run on the device's own.
 
     Raises:
         BackendError: the backend that is wanted does not run there.

@@ -32,12 +32,12 @@ def _find(wanted: str | None, path: str | None) -> tuple[str, int, int] | None:
 
 
 def compiler() -> tuple[str, int, int] | None:
-    """Path, size and age of the C++ compiler: `$CXX`, else the first of g++, c++, clang++ on `$PATH`."""
+    """Return path, size and age of the C++ compiler: `$CXX`, else the first of g++, c++, clang++ on `$PATH`."""
     return _find(os.environ.get("CXX"), os.environ.get("PATH"))
 
 
 def identity() -> tuple[str, ...]:
-    """The same as strings.
+    """Return the same as strings.
 
     Raises:
         BackendUnavailableError: there is none.
@@ -57,7 +57,7 @@ def identity() -> tuple[str, ...]:
 
 
 def time_limit() -> float:
-    """Seconds that one run of the compiler may take: `$FLEXSN_BUILD_TIMEOUT`, by default 600."""
+    """Return the seconds that one run of the compiler may take: `$FLEXSN_BUILD_TIMEOUT`, by default 600."""
     given = os.environ.get("FLEXSN_BUILD_TIMEOUT", "600")
     try:
         seconds = float(given)
@@ -109,7 +109,7 @@ _running: set[int] = set()  # also on threads that do not keep the program from 
 
 
 def _kill(process: int) -> None:
-    """It and all that it started."""
+    """Kill a process and all that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
 
@@ -124,7 +124,7 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 def _listen(process: subprocess.Popen, deadline: float) -> str | None:
-    """The end of what a process says until it ends, or None if the deadline comes first."""
+    """Return the end of what a process says until it ends, or None if the deadline comes first."""
     assert process.stdout is not None
     file = process.stdout.fileno()
     poll, kept, ended = select.poll(), b"", False

@@ -65,7 +65,7 @@ class Kernel:
         self._dims = ctypes.c_int64 * max(1, 2 * sum(a.kind == "param" for a in plan.arguments))
 
     def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
-        """What runs it over T steps of N neurons.
+        """Return what runs it over T steps of N neurons.
 
         Args:
             present: of each of `plan.arguments`, whether it is there.
@@ -86,7 +86,7 @@ class Kernel:
         return run if T and N else lambda arrays, dims: None
 
     def cut(self, T: int, N: int) -> tuple[int, int, bool]:
-        """Neurons per tile, threads, and whether finished rows are streamed past the cache."""
+        """Return neurons per tile, threads, and whether finished rows are streamed past the cache."""
         threads = max(1, min(num_threads(), T * N // _GRAIN))
         large = T * N * self._step_bytes > _cache_bytes() // 2
         direction = self.plan.direction
@@ -94,7 +94,7 @@ class Kernel:
 
 
 def tile_length(plan: KernelPlan, N: int, threads: int, kind: str) -> int:
-    """Neurons per tile: as many as fit in cache, in full vectors, the same number of tiles for every thread."""
+    """Return the neurons per tile: as many as fit in cache, in full vectors, the same number of tiles for every thread."""
     budget, limit = _TILE[kind]
     most = max(256, min(budget // max(1, plan.tile_bytes), limit) // 64 * 64)
     tiles = -(-N // most)
@@ -104,7 +104,7 @@ def tile_length(plan: KernelPlan, N: int, threads: int, kind: str) -> int:
 
 @functools.cache
 def _cache_bytes() -> int:
-    """Of the last-level cache; 32 MiB where the system does not say."""
+    """Return the size of the last-level cache; 32 MiB where the system does not say."""
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
         return int(text.removesuffix("K")) * 1024
@@ -113,7 +113,7 @@ def _cache_bytes() -> int:
 
 
 def _entry_point(path: Path, owner: object | None, symbol: str) -> ctypes._NamedFuncPointer:
-    """The function `symbol` of a library, which is unloaded when `owner` dies; raises OSError if it cannot be loaded."""
+    """Return the function `symbol` of a library, which is unloaded when `owner` dies; raises OSError if it cannot be loaded."""
     library = ctypes.CDLL(str(path))
     if owner is not None:
         weakref.finalize(owner, _ctypes.dlclose, library._handle).atexit = False
@@ -127,7 +127,7 @@ def _entry_point(path: Path, owner: object | None, symbol: str) -> ctypes._Named
 
 
 def _after_fork() -> None:
-    """In a child: the threads that build are not there, and one may have held the lock."""
+    """Start anew in a forked child: the threads that build are not there, and one may have held the lock."""
     global _lock
     _lock = threading.Lock()
     _builds.clear()
@@ -137,12 +137,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_device(device: torch.device) -> str | None:
-    """Why tensors on this device cannot be taken, or None."""
+    """Return why tensors on this device cannot be taken, or None."""
     return None if device.type == "cpu" else f'backend "cpp" runs on the CPU, and the operands are on {device}'
 
 
 def load(plan: KernelPlan, source: str) -> Kernel:
-    """The kernel of a rendered plan, from this process, the disk cache or the compiler, in that order.
+    """Return the kernel of a rendered plan, from this process, the disk cache or the compiler, in that order.
 
     Raises:
         BackendUnavailableError: there is no C++ compiler.
@@ -183,7 +183,7 @@ def _settle(build: Future[Kernel], plan: KernelPlan, source: str, key: str) -> K
 
 
 def _make(plan: KernelPlan, source: str, key: str) -> Kernel:
-    """From the disk cache or the compiler; where that disk fails, in a folder for this process alone."""
+    """Return a kernel from the disk cache or the compiler; where that disk fails, in a folder for this process alone."""
     folder = launch_cache.folder()
     try:
         return _from_folder(plan, source, folder / f"{key}.so")
@@ -220,7 +220,7 @@ def _header_text() -> str:
 
 @functools.cache
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """Return what `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
@@ -237,7 +237,7 @@ def has_sleef() -> bool:
 
 
 def _libraries(source: str) -> list[str]:
-    """What a kernel is linked with."""
+    """Return what a kernel is linked with."""
     openmp = sorted(glob.glob(str(_TORCH / "lib" / "libgomp*"))) or ["-lgomp"]  # the one runtime that PyTorch uses too
     libraries = openmp[:1]
     if has_sleef():

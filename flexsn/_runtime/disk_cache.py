@@ -30,7 +30,7 @@ _private: Path | None = None
 
 
 def folder() -> Path:
-    """`$FLEXSN_CACHE_DIR/cpp`, by default under the user's cache folder; made if need be, and checked to be private."""
+    """Return `$FLEXSN_CACHE_DIR/cpp`, by default under the user's cache folder; made if need be, and checked to be private."""
     given = os.environ.get("FLEXSN_CACHE_DIR")
     try:
         base = Path(given).expanduser() if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flexsn"
@@ -49,7 +49,7 @@ def folder() -> Path:
 
 
 def private_folder(reason: str) -> Path:
-    """A cache for this process alone, removed when it ends; a warning gives the reason.
+    """Return a cache for this process alone, removed when it ends; a warning gives the reason.
 
     Raises:
         BuildError: it cannot be made either.
@@ -77,7 +77,7 @@ def _remove(process: int, path: Path) -> None:
 
 # --- trust ----------------------------------------------------------------------------------------------------------------
 def writable_by_others(path: Path) -> Path | None:
-    """The first of a folder and those above it that another user could write or exchange, or None.
+    """Return the first of a folder and those above it that another user could write or exchange, or None.
 
     Above the folder, a writable one counts as safe if it is sticky, as /tmp is: there nobody renames what is not theirs.
     """
@@ -106,7 +106,7 @@ def _is_own_group(group: int) -> bool:
 
 @functools.cache
 def _administrators() -> frozenset[int]:
-    """Root; inside a user namespace, where root's files show as those of an unknown user, that one too."""
+    """Return root; inside a user namespace, where root's files show as those of an unknown user, that one too."""
     with contextlib.suppress(OSError, ValueError):
         inside, outside, count = map(int, Path("/proc/self/uid_map").read_text().split()[:3])
         if (inside, outside) != (0, 0) or count < 1 << 31:
@@ -128,7 +128,7 @@ def trusted(path: Path) -> bool:
 
 # --- entries --------------------------------------------------------------------------------------------------------------
 def abandoned(place: Path, seconds: float) -> list[Path]:
-    """Folders in which a build was cut off more than `seconds` ago."""
+    """Return folders in which a build was cut off more than `seconds` ago."""
     return [folder for folder in place.iterdir() if _is_cut_off(folder, time.time() - seconds)]
 
 
@@ -144,7 +144,7 @@ def _is_cut_off(folder: Path, since: float) -> bool:
 
 @contextlib.contextmanager
 def workshop(path: Path) -> Iterator[Path]:
-    """A folder beside an entry, to build it in; those that killed processes left go."""
+    """Give a folder beside an entry, to build it in; those that killed processes left go."""
     with contextlib.suppress(OSError):
         for old in abandoned(path.parent, _ABANDONED):
             shutil.rmtree(old, ignore_errors=True)

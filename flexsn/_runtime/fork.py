@@ -20,7 +20,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def num_threads() -> int:
-    """`torch.get_num_threads()`, but 1 in a forked child."""
+    """Return `torch.get_num_threads()`, but 1 in a forked child."""
     return 1 if _forked else torch.get_num_threads()
 
 
@@ -31,7 +31,7 @@ def must_be_alone() -> bool:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """While inside, PyTorch's ops run on one thread; where nothing is inside, it is the user's matter."""
+    """Keep PyTorch's ops on one thread while inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -8,11 +8,9 @@ run on CPU tensors, slowly: for tests.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import linecache
 import math
 import os
@@ -21,20 +19,19 @@ import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._codegen.triton import STORAGE, flags, kernel_name, nullable, packed, render
-from .._ir.roles import Kind
+from .._codegen.triton import flags, kernel_name, nullable, packed, render
+from .._codegen.triton_values import STORAGE
 from .._plan.plan import KernelPlan, chunks
 from .._torch.cuda import current_stream, interpreter_exits, triton_launch
 from ..errors import BackendUnavailableError, BuildError
-from . import triton_passes as launch_passes
-from .disk_cache import folder as cache_folder
+from . import triton_passes, triton_tiles
 from .memory import addresses
+from .triton_tiles import MeasuredTiles, Tile
 
 _lock = threading.Lock()
 _interpreter = threading.Lock()  # it patches Triton's language while it runs: one thread at a time
@@ -42,7 +39,7 @@ _kernels: MutableMapping[tuple, Kernel] = weakref.WeakValueDictionary()
 
 
 def _after_fork() -> None:
-    """In a child: another thread may have held a lock, and those that build are not there."""
+    """Start anew in a forked child: another thread may have held a lock, and those that build are not there."""
     for held in (_lock, _interpreter):
         held._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
     _builders.cache_clear()
@@ -52,68 +49,8 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel is cut for the GPU.
-
-    Attributes:
-        block: neurons per program.
-        warps: warps that share them.
-        ahead: whether the loads of the next chunk are issued before the steps of this one.
-        aligned: whether rows start at multiples of 16 bytes, so that a thread may load several neurons at once.
-    """
-
-    block: int
-    warps: int
-    ahead: bool
-    aligned: bool = False
-
-
-_WIDE = 768  # neurons per multiprocessor from which on the GPU is full without loads ahead
-_CLASSES = ((1, False), (1 << 40, True), (1 << 40, False))  # a size and alignment of each class that `tile_for` knows
-_LARGE_CORE = 100  # ops of a step from which on a thread has registers for one neuron only
-
-
-def tile_for(plan: KernelPlan, N: int, processors: int, aligned: bool) -> Tile:
-    """The tile for N neurons on a GPU of so many multiprocessors; `aligned`: whether rows start at multiples of 16 bytes.
-
-    There is one for few and one for many neurons (or two, by alignment), from `tools/tune_triton.py` on an H200
-    (benchmarks/results/gpu_tune_h200.json): within 5% of the best tile for LIF, adaptive LIF and Hodgkin-Huxley at the sizes there
-    and the chunks that the plan chooses.
-    """
-    if _WIDE * processors >= N:
-        return Tile(64, 2, ahead=True)
-    if not aligned or len(plan.step.nodes) > _LARGE_CORE:
-        return Tile(64, 2, ahead=False)
-    return Tile(64 * _neurons_per_thread(plan), 2, ahead=False, aligned=True)
-
-
-_REGISTERS = 320  # bytes of a chunk's inputs and states for which a thread of a large tile has registers
-
-
-def _neurons_per_thread(plan: KernelPlan) -> int:
-    """As many as a load of 16 bytes brings and registers hold; at least two, but of 8 bytes one."""
-    if _itemsize(plan) == 8:
-        return 1
-    inputs = {a.role: a.storage.itemsize for a in plan.reads if a.kind == "sequence" and a.role.kind is Kind.INPUT}
-    states = {a.role: a.compute.itemsize for a in plan.reads if a.kind == "row" and a.role.kind is Kind.STATE}
-    held = (plan.chunk + 1) * sum((inputs | states).values())
-    most = 1 << (_REGISTERS // max(1, held)).bit_length() >> 1  # the power of two below
-    return min(16 // _itemsize(plan), max(2, most))
-
-
-def _together(plan: KernelPlan, tile: Tile) -> int:
-    """How many neighbours a thread loads at once: all that it has, up to 16 bytes."""
-    return max(1, min(tile.block // (32 * tile.warps), 16 // _itemsize(plan))) if tile.aligned else 1
-
-
-def _itemsize(plan: KernelPlan) -> int:
-    """Bytes of an element of the sequences, the widest if they differ."""
-    return max((a.storage.itemsize for a in plan.arguments if a.kind == "sequence"), default=4)
-
-
 def interpreted() -> bool:
-    """As Triton reads the variable."""
+    """Return whether kernels run in Triton's interpreter, as Triton reads the variable."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
@@ -127,42 +64,6 @@ def _triton() -> Any:
             hint='Install it with `pip install "flexsn[triton]"`, or use backend="torch", the eager loop.',
         ) from None
     return triton
-
-
-class MeasuredTiles:
-    """The tiles that `tune=True` found for one kernel, by GPU and number of neurons (to the next power of two): a file.
-
-    A file that cannot be read, written or understood counts as none: it holds nothing that a result depends on.
-    """
-
-    def __init__(self, source: str):
-        self._name = hashlib.sha256(source.encode()).hexdigest()[:32] + ".json"
-        self._found: dict[str, Tile] | None = None
-
-    def get(self, N: int, index: int, aligned: bool) -> Tile | None:
-        if self._found is None:
-            self._found = self._read()
-        return self._found.get(self._key(N, index, aligned)) if self._found else None
-
-    def keep(self, N: int, index: int, aligned: bool, tile: Tile) -> None:
-        self._found = {**self._read(), self._key(N, index, aligned): tile}
-        with contextlib.suppress(OSError, BuildError):
-            path = cache_folder() / "tiles" / self._name
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.part")
-            part.write_text(json.dumps({key: asdict(tile) for key, tile in self._found.items()}, indent=1))
-            part.replace(path)
-
-    def _read(self) -> dict[str, Tile]:
-        try:
-            kept = json.loads((cache_folder() / "tiles" / self._name).read_text())
-            return {key: Tile(**fields) for key, fields in kept.items()}
-        except (OSError, BuildError, ValueError, TypeError, AttributeError):
-            return {}
-
-    @staticmethod
-    def _key(N: int, index: int, aligned: bool) -> str:
-        return f"{_gpu_name(index)}, {1 << (N - 1).bit_length()} neurons" + (", aligned" if aligned else "")
 
 
 _AS_EAGER = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # no fused multiply-add; denormals are no zeros in libdevice
@@ -184,7 +85,7 @@ class Kernel:
         self._nullable = [plan.arguments.index(a) for a in nullable(plan)]
 
     def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
-        """What runs it over T steps of N neurons, on the current device.
+        """Return what runs it over T steps of N neurons, on the current device.
 
         Args:
             present: of each of `plan.arguments`, whether it is there.
@@ -216,7 +117,7 @@ class Kernel:
         return interpret if interpreted() else run
 
     def run_tile(self, tile: Tile, arrays: Sequence[Tensor], dims: Sequence[int], T: int, N: int) -> None:
-        """As a call with all arrays given, with a tile."""
+        """Run with all arrays given, by a tile."""
         index = arrays[-1].device.index
         launch, grid, function, fixed, constants = _ready(self._binary(self.expect_tile(tile, index), tile, index), N, tile)
         given = packed([True] * len(self._nullable))
@@ -224,7 +125,7 @@ class Kernel:
             launch(grid, 1, 1, current_stream(index), function, *fixed, *addresses(arrays), *dims, T, N, *given, *constants)
 
     def prepare(self, N: int, index: int, aligned: bool) -> tuple:
-        """What launches the binary for N neurons on a GPU."""
+        """Return what launches the binary for N neurons on a GPU."""
         tile, binary = self.loaded(N, index, aligned)
         if len(self._ready) > 1000:
             self._ready.clear()
@@ -232,7 +133,7 @@ class Kernel:
         return ready
 
     def loaded(self, N: int, index: int, aligned: bool) -> tuple[Tile, Any]:
-        """The tile for N neurons on a GPU, and its binary; it is built and loaded first, if need be."""
+        """Return the tile for N neurons on a GPU, and its binary; it is built and loaded first, if need be."""
         tile = self.tile(N, index, aligned)
         binary = self._loaded.get((tile, index))
         if binary is None:
@@ -245,8 +146,8 @@ class Kernel:
             self._ready.pop(key, None)
 
     def tile(self, N: int, index: int, aligned: bool) -> Tile:
-        """The tile that was measured on this kind of GPU, or else the one by `tile_for`."""
-        return self.tiles.get(N, index, aligned) or tile_for(self.plan, N, _processors(index), aligned)
+        """Return the tile that was measured on this kind of GPU, or else the one by `tile_for`."""
+        return self.tiles.get(N, index, aligned) or triton_tiles.tile_for(self.plan, N, _processors(index), aligned)
 
     def expect(self, N: int, index: int, aligned: bool = True) -> Future:
         """Start to build what a call with N neurons on a GPU needs; the first time, then also what calls of any other size need."""
@@ -260,11 +161,11 @@ class Kernel:
         return first
 
     def _tiles(self, index: int) -> list[Tile]:
-        """Those that calls of all sizes have."""
-        return [tile_for(self.plan, N, _processors(index), aligned) for N, aligned in _CLASSES]
+        """Return the tiles that calls of all sizes have."""
+        return [triton_tiles.tile_for(self.plan, N, _processors(index), aligned) for N, aligned in triton_tiles.CLASSES]
 
     def _expect_others(self, first: Future, longest: int, index: int) -> None:
-        """The kernels for other numbers of steps, once `first`, for which somebody waits, is built. What fails here is tried
+        """Build the kernels for other numbers of steps, once `first`, for which somebody waits, is built. What fails here is tried
         again, and raised, by the call that needs it."""
         wait([first])
         plans = [dataclasses.replace(self.plan, chunk=chunk) for chunk in chunks(longest)]
@@ -296,7 +197,7 @@ class Kernel:
             return build
 
     def _binary(self, build: Future, tile: Tile, index: int) -> Any:
-        """The binary for a tile, loaded on a GPU; a failed build may be tried again."""
+        """Return the binary for a tile, loaded on a GPU; a failed build may be tried again."""
         try:
             binary = build.result()
         except BaseException:  # raised again below, for every caller that waits
@@ -325,7 +226,7 @@ class Kernel:
         try:
             source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
             options = {"num_warps": tile.warps, "num_stages": 1, **_AS_EAGER}
-            return launch_passes.compile(source, target, options, together=_together(self.plan, tile))
+            return triton_passes.compile(source, target, options, together=triton_tiles.neighbours(self.plan, tile))
         except Exception as error:  # whatever a compiler raises
             raise BuildError(
                 f"Triton failed on `{kernel_name(self.plan)}`: {type(error).__name__}: {str(error)[-2000:]}",
@@ -346,20 +247,20 @@ class Kernel:
 
 
 def _ready(binary: Any, N: int, tile: Tile) -> tuple:
-    """A launch over N neurons: what launches, the number of programs, the kernel, its metadata, its constants."""
+    """Return a launch over N neurons: what launches, the number of programs, the kernel, its metadata, its constants."""
     launch, between = triton_launch(binary)
     return launch, -(-N // tile.block), binary.function, (*between, binary.packed_metadata, None, None, None), (tile.block, tile.ahead)
 
 
 @functools.cache
 def _builders() -> ThreadPoolExecutor:
-    """Threads that build: Triton's passes run without Python's lock."""
+    """Return the threads that build: Triton's passes run without Python's lock."""
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="flexsn-build")
 
 
 @functools.cache
 def _later() -> ThreadPoolExecutor:
-    """One thread for what nobody waits for: more would keep the program from Python's lock."""
+    """Return the one thread for what nobody waits for: more would keep the program from Python's lock."""
     return ThreadPoolExecutor(1, thread_name_prefix="flexsn-later")
 
 
@@ -376,13 +277,8 @@ def finish_builds() -> None:
 
 
 def _target() -> Any:
-    """The current GPU."""
+    """Return the current GPU."""
     return _triton().runtime.driver.active.get_current_target()
-
-
-@functools.cache
-def _gpu_name(index: int) -> str:
-    return torch.cuda.get_device_name(index)
 
 
 @functools.cache
@@ -391,7 +287,7 @@ def _processors(index: int) -> int:
 
 
 def _define(source: str, name: str) -> Any:
-    """The function of generated source; Triton reads the text back through `linecache`."""
+    """Return the function of generated source; Triton reads the text back through `linecache`."""
     _triton()
     key = hashlib.sha256(source.encode()).hexdigest()[:16]
     file = f"<flexsn {key}>"
@@ -409,14 +305,14 @@ def _forget(file: str, lines: tuple) -> None:
 
 
 def check_device(device: torch.device) -> str | None:
-    """Why tensors on this device cannot be taken, or None."""
+    """Return why tensors on this device cannot be taken, or None."""
     if device.type == "cuda" or (device.type == "cpu" and interpreted()):
         return None
     return f'backend "triton" runs on NVIDIA GPUs, and the operands are on {device} (on the CPU it runs under TRITON_INTERPRET=1 alone)'
 
 
 def load(plan: KernelPlan, source: str) -> Kernel:
-    """The kernel of a rendered plan; binaries are built when a size needs them.
+    """Return the kernel of a rendered plan; binaries are built when a size needs them.
 
     Raises:
         BackendUnavailableError: triton is not installed.

@@ -28,7 +28,7 @@ _building = threading.local()  # `here`: while this thread is in `compile`; `tog
 
 
 def compile(source: Any, target: Any, options: Mapping[str, Any], *, together: int) -> Any:
-    """As `triton.compile`, for a kernel of elementwise operations on blocks of one size.
+    """Compile as `triton.compile` does, for a kernel of elementwise operations on blocks of one size.
 
     Args:
         together: how many neighbours of a block a thread loads at once.
@@ -92,7 +92,7 @@ class _Stages:
 
 
 def _to_ttgir(options: Any, capability: int, together: int, module: Any, metadata: dict) -> Any:
-    """The stage from Triton's IR to that for GPUs."""
+    """Run the stage from Triton's IR to that for GPUs."""
     from triton._C.libtriton import ir, passes
 
     manager = ir.pass_manager(module.context)
@@ -112,7 +112,7 @@ def _to_ttgir(options: Any, capability: int, together: int, module: Any, metadat
 
 
 def _laid_out(module: Any, together: int) -> Any:
-    """The module with neighbours in one thread, where its layout deals them out one by one."""
+    """Return the module with neighbours in one thread, where its layout deals them out one by one."""
     from triton._C.libtriton import ir
 
     with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping
 
 import torch
 
-from .._codegen.triton import COMPUTE
+from .._codegen.triton_values import COMPUTE
 from .._ir.graph import HALF, Graph, Node
 from .._ir.roles import Kind, Role, of_kind
 from .info import StepRoles

@@ -80,9 +80,9 @@ def test_cache_clear_removes_all_that_flexsn_writes(run, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path))
     core = lambda x, v: (x * 0.7331 + v, v)  # of which no other test makes a kernel
     flexsn.scan(core, [torch.ones(3, 4)], [None], backend="cpp")
-    launch_triton = pytest.importorskip("flexsn._runtime.triton_kernel")
-    monkeypatch.setattr(launch_triton, "_gpu_name", lambda index: "a GPU")
-    launch_triton.MeasuredTiles("a source").keep(64, 0, True, launch_triton.Tile(64, 2, False, True))
+    triton_tiles = pytest.importorskip("flexsn._runtime.triton_tiles")
+    monkeypatch.setattr(triton_tiles, "_gpu_name", lambda index: "a GPU")
+    triton_tiles.MeasuredTiles("a source").keep(64, 0, True, triton_tiles.Tile(64, 2, False, True))
     assert "1 CPU kernel, measured tiles for 1 GPU kernel" in run("cache", "info")[1]
     assert {Path(name).suffix for name in everything(tmp_path / "cpp")} == {".so", ".cpp", ".sha256", ".json", ""}
     run("cache", "clear")

@@ -37,7 +37,8 @@ from flexsn._plan import plan
 from flexsn._program import compiled as compiling
 from flexsn._runtime import triton_kernel as launch_triton
 from flexsn._runtime import triton_passes as launch_passes
-from flexsn._runtime.triton_kernel import tile_for
+from flexsn._runtime import triton_tiles
+from flexsn._runtime.triton_tiles import tile_for
 from flexsn._version import __version__
 from flexsn.errors import BackendError, BackendUnavailableError
 from flexsn.scan import look
@@ -198,7 +199,7 @@ def build(job):
     if "cubin" in binary.asm:
         theirs = by_triton(own, tile, GPUTarget(*TARGETS[target]))
         found["shortened"] = len(shortened) == 1
-        narrow = launch_triton._together(made, tile) == 1
+        narrow = triton_tiles.neighbours(made, tile) == 1
         found["as_by_triton"] = binary.asm["cubin"] == theirs.asm["cubin"] if narrow else accesses(binary) == accesses(theirs)
         found["waits"] = "bar.sync" in binary.asm["ptx"]
     else:
@@ -304,7 +305,7 @@ def test_what_nobody_waits_for_is_built_later(builder):
     every = [
         (k, tile_for(plans("lif", T)["backward"], N, 132, aligned))
         for k, T in ((4, 4), (8, 12), (16, 99))
-        for N, aligned in launch_triton._CLASSES
+        for N, aligned in triton_tiles.CLASSES
     ]
     assert set(found) == set(every) and {len(names) for names in found.values()} == {1}
     assert list(found.values()).count(["flexsn-later"]) == 5 and more in kernel._others
@@ -507,9 +508,7 @@ def test_tiles_are_near_the_best_ones_that_were_measured():
         made = plans(key[0], key[2])[key[1]]
         tile = tile_for(made, key[3], 132, True)
         times = {
-            launch_triton.Tile(r["block"], r["warps"], r["ahead"], r["aligned"]): r["ms"]
-            for r in measured_tiles
-            if r["chunk"] == made.chunk
+            triton_tiles.Tile(r["block"], r["warps"], r["ahead"], r["aligned"]): r["ms"] for r in measured_tiles if r["chunk"] == made.chunk
         }
         slower[key] = times[tile] / min(times.values())
     assert len(slower) == 36 and {key[0] for key in slower} == {"lif_sigmoid", "lif_sigmoid_half", "adaptive_lif", "hodgkin_huxley"}

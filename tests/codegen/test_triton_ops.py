@@ -80,7 +80,8 @@ warnings.simplefilter("ignore")
 import torch
 import test_ops, test_triton_ops as here
 from flexsn._ir.graph import Builder
-from flexsn._runtime.triton_kernel import Kernel, Tile
+from flexsn._runtime.triton_kernel import Kernel
+from flexsn._runtime.triton_tiles import Tile
 from flexsn._codegen.triton import render
 from triton.backends.compiler import GPUTarget
 

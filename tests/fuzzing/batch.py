@@ -19,6 +19,7 @@ from flexsn._plan.plan import KernelPlan
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._runtime import disk_cache as launch_cache
 from flexsn._runtime import triton_kernel as launch_triton
+from flexsn._runtime import triton_tiles
 from flexsn._runtime.backends import BACKENDS
 
 # As users get them; or fast to build: the same statements without vector loops and threads.
@@ -95,13 +96,13 @@ def joined(sources: Sequence[str]) -> str:
 def on_gpu(many: bool) -> Iterator[None]:
     """On a GPU, kernels for the sizes of a call alone; with `many`, those that a call with many neurons has. Without the fast
     divisions of gradients, whose error the bounds of rounding errors do not know."""
-    before = launch_triton._CLASSES, launch_triton._WIDE, launch_triton.Kernel._expect_others
-    launch_triton._CLASSES, launch_triton.Kernel._expect_others = (), lambda *args: None  # type: ignore[assignment, method-assign]
-    smooth, render_triton._smooth = render_triton._smooth, lambda graph: set()
+    before = triton_tiles.CLASSES, triton_tiles.WIDE, launch_triton.Kernel._expect_others
+    triton_tiles.CLASSES, launch_triton.Kernel._expect_others = (), lambda *args: None  # type: ignore[assignment, method-assign]
+    smooth, render_triton.smooth = render_triton.smooth, lambda graph: set()
     if many:
-        launch_triton._WIDE = 0
+        triton_tiles.WIDE = 0
     try:
         yield
     finally:
-        launch_triton._CLASSES, launch_triton._WIDE, launch_triton.Kernel._expect_others = before  # type: ignore[method-assign]
-        render_triton._smooth = smooth
+        triton_tiles.CLASSES, triton_tiles.WIDE, launch_triton.Kernel._expect_others = before  # type: ignore[method-assign]
+        render_triton.smooth = smooth

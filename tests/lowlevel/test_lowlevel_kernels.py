@@ -633,7 +633,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 import test_lowlevel_kernels as here
-from flexsn._runtime.triton_kernel import Kernel, Tile
+from flexsn._runtime.triton_kernel import Kernel
+from flexsn._runtime.triton_tiles import Tile
 from triton.backends.compiler import GPUTarget
 
 built = 0

@@ -8,7 +8,8 @@ import torch
 import flexsn
 from flexsn._operator import autotune as tune
 from flexsn._runtime import triton_kernel as launch_triton
-from flexsn._runtime.triton_kernel import MeasuredTiles, Tile
+from flexsn._runtime import triton_tiles
+from flexsn._runtime.triton_tiles import MeasuredTiles, Tile
 
 
 def lif(x, v):
@@ -24,7 +25,7 @@ FAST = Tile(256, 4, True, True)
 def gpu(monkeypatch, tmp_path):
     """A GPU by name alone, and an empty cache."""
     monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(launch_triton, "_gpu_name", lambda index: "GPU X")
+    monkeypatch.setattr(triton_tiles, "_gpu_name", lambda index: "GPU X")
     monkeypatch.setattr(launch_triton, "_processors", lambda index: 132)
     return tmp_path
 

@@ -267,7 +267,8 @@ def test_interpreted_kernels_in_threads():
 def test_a_failed_build_is_reported_and_tried_again():
     from concurrent.futures import Future
 
-    from flexsn._runtime.triton_kernel import Kernel, Tile
+    from flexsn._runtime.triton_kernel import Kernel
+    from flexsn._runtime.triton_tiles import Tile
 
     kernel, tile, failed = Kernel.__new__(Kernel), Tile(64, 2, True), Future()
     failed.set_exception(flexsn.errors.BuildError("no"))
@@ -280,6 +281,7 @@ def test_a_failed_build_is_reported_and_tried_again():
 
 def test_a_build_that_failed_ahead_of_its_call_is_tried_again(monkeypatch):
     from flexsn._runtime import triton_kernel as launch_triton
+    from flexsn._runtime import triton_tiles
 
     tried, kernel = [], launch_triton.Kernel.__new__(launch_triton.Kernel)
     kernel._builds, kernel._unasked = {}, set()
@@ -293,6 +295,6 @@ def test_a_build_that_failed_ahead_of_its_call_is_tried_again(monkeypatch):
         return "binary"
 
     monkeypatch.setattr(launch_triton.Kernel, "build", build)
-    tile = launch_triton.Tile(64, 2, ahead=False)
+    tile = triton_tiles.Tile(64, 2, ahead=False)
     assert isinstance(kernel.expect_tile(tile, 0).exception(), errors.BuildError)
     assert kernel.expect_tile(tile, 0).result() == kernel.expect_tile(tile, 0).result() == "binary" and len(tried) == 2

@@ -24,7 +24,7 @@ from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._codegen.cpp import literal
 from flexsn._codegen.language import safe, where_of
-from flexsn._codegen.triton import literal as triton_literal
+from flexsn._codegen.triton_values import literal as triton_literal
 from flexsn._ir.graph import Builder
 from flexsn._ir.identifiers import _RESERVED, identifier
 from flexsn._ir.ops import OPS
