@@ -101,7 +101,7 @@ class Walk:
             now = _held(shell)
             changed = [k for k in now.keys() | before.keys() if now.get(k, _MISSING) is not before.get(k, _MISSING)]
             if changed:
-                where = ".".join(filter(None, (path, str(changed[0]))))
+                where = ".".join(filter(None, (path, changed[0] if isinstance(changed[0], str) and not isinstance(shell, set) else "")))
                 raise SideEffectError(
                     f"changes `{where}` while it runs", core=core_name(self._root), hint=_HOOK if self._hooked else _STATE
                 )
@@ -149,8 +149,10 @@ class Walk:
         return self._remember(value, value)
 
     def _frozen(self, path: str, value: Any) -> Any:
-        """A value that nothing is known of: the same object counts as the same value."""
-        self.frozen.append((path, type(value).__qualname__))
+        """A value that nothing is known of: the same object counts as the same value. (A core of such a kind is what it is.)"""
+        self._code(path, getattr(value, "__wrapped__", None))
+        if path:
+            self.frozen.append((path, type(value).__qualname__))
         return self._as_it_is(path, value)
 
     def _refuse(self, path: str, value: Any, error: CannotFuseError) -> Any:
@@ -392,7 +394,8 @@ class Walk:
                 f"draws from the iterator `{path}`, which changes it", core=core_name(self._root), hint=hint
             ))  # fmt: skip
         hint = "Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape]."
-        return self._refuse(path, value, RandomOpError(f"draws random numbers from `{path}`", core=core_name(self._root), hint=hint))
+        kind = "a `random.Random`" if isinstance(value, random.Random) else "a generator of numpy"
+        return self._refuse(path, value, RandomOpError(f"draws from `{path}`, {kind}", core=core_name(self._root), hint=hint))
 
     def _other(self, path: str, value: Any) -> Any:
         module = type(value).__module__.partition(".")[0]

@@ -187,7 +187,7 @@ ITERATOR, VARIABLE = iter([1.0, 2.0]), contextvars.ContextVar("variable", defaul
 REFUSED = {
     "an iterator": (lambda x, v: (x * next(ITERATOR), v), SideEffectError, "draws from the iterator `ITERATOR`"),
     "a context variable": (lambda x, v: (x * VARIABLE.get(), v), UnsupportedValueError, "reads the context variable `VARIABLE`"),
-    "a generator of numpy": (lambda x, v: (x * RNG.random(), v), RandomOpError, "draws random numbers from `RNG`"),
+    "a generator of numpy": (lambda x, v: (x * RNG.random(), v), RandomOpError, "draws from `RNG`, a generator of numpy"),
 }
 RNG = numpy.random.default_rng(0)
 

@@ -320,7 +320,7 @@ class KeptInRange(nn.Module):
         return h, h * 0.5
 
 
-@misuse("`.data` of a parameter set", falls_back(errors.CapturedMutationError, "sets `.data` of captured tensor `core.w`"))
+@misuse("`.data` of a parameter set", falls_back(errors.CapturedMutationError, "sets `.data` of captured tensor `w`"))
 def sets_data_of_a_parameter(backend):
     core, other = KeptInRange(), KeptInRange()
     got, want = flexsn.scan(core, [X], [V], backend=backend).outputs, loop(other, [X], [V])[:1]

@@ -75,7 +75,7 @@ def counts_global(backend):
 COUNT = 0
 
 
-@misuse("a list that the core appends tensors to", falls_back(errors.SideEffectError, "changes `list`", "is a state"))
+@misuse("a list that the core appends tensors to", falls_back(errors.SideEffectError, "changes `kept`", "is a state"))
 def appends(backend):
     kept = []
 
