@@ -714,37 +714,17 @@ def test_places_of_captured_tensors(kind, step, backend):
     read = {"list": lambda: held[0], "dict": lambda: held["w"], "attribute": lambda: held.w, "global": lambda: DECAY}[kind]
     net = nn.Sequential(FlexSN(lambda x, v: step(x, v, read()), 1, 1, 1, backend=backend))
     twin = copy.deepcopy(net)
+    (own,) = twin[0].captured_values().tensors().values()
     with torch.no_grad():
-        next(twin.parameters()).sub_(2.0)
+        own.sub_(2.0)
     x = torch.randn(6, 3, 8)
     assert_compiles(net, (x,))
-    if kind == "attribute":  # of a module: Dynamo would read the original's flags and numbers, so the copy's call is no part of the graph
-        eager = copy.deepcopy(twin)
-        for got, want in zip(run(torch.compile(twin, backend="aot_eager"), x), run(eager, x), strict=True):
-            assert_close([v.detach() for v in got], [v.detach() for v in want])
-    else:
-        assert_compiles(twin, (x,))
-    assert not torch.equal(net[0].states[0], twin[0].states[0])
-
-
-@pytest.mark.parametrize("step", [plif, unfused], ids=["fused", "unfused"])
-@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
-def test_a_copy_compiled_after_its_original_whose_core_reads_a_global(step):
-    """And tensors that are replaced: Dynamo takes a global and what the neuron owns for one, and compares them by itself in no guard."""
-    original = FlexSN(lambda x, v: step(x, v, DECAY), 1, 1, 1, stateful=False)
-    x = torch.randn(6, 3, 8)
-    compiled = torch.compile(original, backend="aot_eager")
-    compiled(x)
-    twin = copy.deepcopy(original)
-    with torch.no_grad():
-        next(twin.parameters()).sub_(2.0)
-    got = torch.compile(twin, backend="aot_eager")(x)
-    torch.testing.assert_close(got, twin(x))
-    assert not torch.equal(got, original(x))
-    got.sum().backward()
-    assert next(twin.parameters()).grad is not None
-    original.load_state_dict(twin.state_dict(), assign=True)
-    torch.testing.assert_close(compiled(x), twin(x))
+    assert_compiles(twin, (x,))
+    same = torch.equal(net[0].states[0], twin[0].states[0])
+    assert same == (kind == "global")  # which no copy has for itself
+    if kind == "global":
+        with torch.no_grad():
+            own.add_(2.0)
 
 
 @pytest.mark.parametrize(
@@ -758,7 +738,7 @@ def test_a_core_without_kernel_reads_the_tensors_of_its_neuron(backend, grad):
     original = FlexSN(lambda x, v: unfused(x, v, w[0] * u), 1, 1, 1, backend=backend, stateful=False)
     other, wide = copy.deepcopy(original), copy.deepcopy(original).double()
     with torch.no_grad():
-        next(iter(other.captured.buffers())).sub_(2.0)
+        next(iter(other.buffers())).sub_(2.0)
     x = torch.randn(6, 3, 8)
     checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, other, use_reentrant=False)
     beside = lambda x: other(x + w) + original(w)
