@@ -99,7 +99,7 @@ def poison(monkeypatch):
     from flexsn._runtime import memory
 
     monkeypatch.setattr(memory, "torch", _PoisonedTorch("torch"))
-    made = memory.allocator(torch.device("cpu"))((3,), (1,), torch.float32)
+    made = memory.allocator(torch.device("cpu"), (3,), (1,), torch.float32)()
     assert made.isnan().all(), "flexsn._runtime.memory allocates otherwise; adapt this fixture"
 
 

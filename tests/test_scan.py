@@ -59,15 +59,16 @@ def test_gradcheck_through_two_calls():
 def backward_calls(monkeypatch):
     """What every backward kernel was asked for: (wanted roles, wanted statics, cotangents)."""
     seen = []
-    original = run.backward
+    original = run.Call.backward
 
-    def spy(call, operands, statics, checkpoints, cotangents, needs):
-        wanted, wanted_statics = call.wanted(needs)
+    def spy(call, back, saved, cotangents, order):
+        wanted = [f"g{role}" for role, place in zip(call.roles, back.places, strict=True) if place >= 0]
+        statics = [False] * len(call.statics) if back.epilogue is None else [key is not None for key, _ in back.epilogue.results]
         given = sorted([f"g{role}" for role, grad in zip(call.results, cotangents, strict=True) if grad is not None])
-        seen.append((list(wanted), tuple(wanted_statics), given))
-        return original(call, operands, statics, checkpoints, cotangents, needs)
+        seen.append((wanted, tuple(statics), given))
+        return original(call, back, saved, cotangents, order)
 
-    monkeypatch.setattr(run, "backward", spy)
+    monkeypatch.setattr(run.Call, "backward", spy)
     return seen
 
 
@@ -115,8 +116,8 @@ def test_a_kernel_writes_only_what_is_wanted():
 
 def test_nothing_requires_grad_nothing_saved(monkeypatch):
     saves = []
-    original = run.forward
-    monkeypatch.setattr(run, "forward", lambda *a, **k: saves.append(k.get("save", a[-1])) or original(*a, **k))
+    original = run.Call.forward
+    monkeypatch.setattr(run.Call, "forward", lambda call, given: saves.append(call.differentiable) or original(call, given))
     x, v, decay = torch.randn(5, 4), torch.randn(4), torch.tensor(0.5)
     y = flexsn.scan(leaky, [x], [v], [decay]).outputs[0]
     assert not y.requires_grad and saves == [False]

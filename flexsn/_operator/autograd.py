@@ -11,8 +11,9 @@ Each ends in one kernel per direction.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -20,10 +21,9 @@ from torch import Tensor
 from .._capture.trace import Meta
 from .._program.cache import program_from
 from .._runtime import fork as forks
-from .._runtime.layout import is_dense, memory_order, same_shape, unbroadcast
-from .._runtime.layout import rows as as_rows
+from .._runtime.layout import memory_order, same_shape
 from .._torch.aot_autograd import remade
-from .._torch.autograd import apply_function, autocast_on, below_autograd, records_gradients
+from .._torch.autograd import any_autocast, autocast_on, below_autograd, plain_apply, records_gradients, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.tensors import has_storage
 from .._torch.transforms import is_plain, transforms_active, transforms_or_modes_active
@@ -39,20 +39,23 @@ Tensors = Sequence[Tensor | None]
 def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Final states, state sequences (if asked for) and outputs of a call."""
     results = _results(call, tensors)
-    outs, n = call.program.num_outputs, call.program.sig.num_states
-    sequences = results[outs + n : outs + 2 * n] if call.sequences else []
-    return results[outs : outs + n], sequences, results[:outs]
+    outs, ends = call.bounds
+    return list(results[outs:ends]), list(results[ends:]), list(results[:outs])
 
 
-def _results(call: run.Call, tensors: Tensors) -> list[Tensor]:
+def _results(call: run.Call, tensors: Tensors) -> Sequence[Tensor]:
     """Outputs, final states, state sequences."""
-    if isinstance(call, TracedCall) and not (transforms_active() or below_autograd()):
-        return _by_operator(call, tensors)
-    return _differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors)[0]
+    if isinstance(call, TracedCall):
+        if not (transforms_active() or below_autograd()):
+            return _by_operator(call, tensors)
+        call.compile(tensors)
+    return _differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors)
 
 
-def _differentiably(call: run.Call, tensors: Tensors) -> list[Tensor]:
-    return list(_Traced.apply(call, *tensors) if isinstance(call, TracedCall) else apply_function(_Eager, call, tensors))
+def _differentiably(call: run.Call, tensors: Tensors) -> Sequence[Tensor]:
+    if isinstance(call, TracedCall):
+        return _Traced.apply(call, *tensors)[: len(call.results)]
+    return record(call, *[None if t is None else unwrap_if_dead(t) for t in tensors])
 
 
 def disturbed() -> bool:
@@ -68,58 +71,24 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-# --- what every door does ---------------------------------------------------------------------------------------------------
-def _as_rows(call: run.Call, tensors: Tensors) -> list[Tensor | None]:
-    """Inputs and states as kernels take them; the rest as it is."""
-    i, n, step = call.num_inputs, call.num_operands, call.shapes.step
-    if call.whole and all([t is None or is_dense(t) for t in tensors[:n]]):
-        return list(tensors)
-    first = tensors[0]
-    assert first is not None, "inputs are there"
-    order = memory_order(first) if same_shape(first.shape[1:], step) else None
-    found = [None if t is None else as_rows(t, step, 1 if k < i else 0, order) for k, t in enumerate(tensors[:n])]
-    return [*found, *tensors[n:]]
+# --- what every way does ------------------------------------------------------------------------------------------------------
+def _forward(call: run.Call, tensors: Tensors) -> tuple[Tensors, list[Tensor]]:
+    """Operands as they are saved; outputs, final states and state sequences, then checkpoints. Without recording gradients."""
+    with contextlib.nullcontext() if call.around is None else call.around():
+        laid_out = tensors if call.in_place else call.laid_out(tensors)
+        return laid_out, call.forward(laid_out)
 
 
-def _forward(call: run.Call, rows: run.Rows, save: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, final states, state sequences; and checkpoints. Without recording gradients."""
-    n = call.num_operands
-    if call.around is None:
-        return run.forward(call, rows[:n], call.named(rows[n:]), save)
-    with call.around():
-        return run.forward(call, rows[:n], call.named(rows[n:]), save)
-
-
-def _without_gradients(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+def _without_gradients(call: run.Call, tensors: Tensors) -> list[Tensor]:
     if torch.is_grad_enabled() and any(call.needs):  # integers that a core computes with floats that need a gradient
         with torch.no_grad():
-            return _forward(call, _as_rows(call, tensors), save=False)
-    return _forward(call, _as_rows(call, tensors), save=False)
+            return _forward(call, tensors)[1]
+    return _forward(call, tensors)[1]
 
 
 def _savable(tensors: Tensors) -> Tensors:
     """Autograd saves no tensor that was made in inference mode."""
-    return [t.clone() if t is not None and t.is_inference() and not torch.is_inference_mode_enabled() else t for t in tensors]
-
-
-def _not_differentiable(call: run.Call, results: Sequence[Tensor]) -> list[Tensor]:
-    """Those of outputs, final states and state sequences through which no gradient flows."""
-    return [t for t, constant in zip(results, call.constant, strict=True) if constant] if call.constant else []
-
-
-def _backward(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], grads: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
-    """One gradient per operand, from cotangents of outputs, final states and state sequences."""
-    if disturbed():
-        with undisturbed():
-            return _backward(call, rows, checkpoints, grads, needs)
-    n = call.num_operands
-    with contextlib.nullcontext() if call.around is None else call.around():
-        found = run.backward(call, rows[:n], call.named(rows[n:]), checkpoints, grads, needs)
-    if call.whole:
-        return found
-    for k, (grad, kind) in enumerate(zip(found[:n], call.kinds, strict=False)):
-        found[k] = None if grad is None or kind is None else unbroadcast(grad, kind[0], 1 if k < call.num_inputs else 0)
-    return found
+    return [t.clone() if t is not None and t.is_inference() else t for t in tensors]
 
 
 def _refuse_double_backward(call: run.Call) -> None:
@@ -136,100 +105,53 @@ def _refuse_batched_gradients(call: run.Call) -> NoReturn:
     ) from None  # fmt: skip
 
 
-def _saved(ctx, call: run.Call) -> tuple[Tensor, ...]:
-    """What the forward saved, unless a backward before this one freed it."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        if "second time" not in str(error):
-            raise
+def _refuse_freed_graph(call: run.Call) -> NoReturn:
     raise FreedGraphError(
         "backward through the graph a second time: an earlier backward freed what this call had saved", core=call.program.sig.core,
         hint="States carried over from an earlier call still belong to its graph: call `flexsn.reset_net(model)` before each sample (or "
         "make neurons with `stateful=False`), or `flexsn.detach_states(model)` between pieces of one. To differentiate one loss twice: "
         "`retain_graph=True` the first time.",
-    )  # fmt: skip
-
-
-def _strides(tensors: Tensors) -> list[tuple[int, ...] | None] | None:
-    """None if all are contiguous."""
-    for t in tensors:  # a plain loop: every call comes here
-        if t is not None and not t.is_contiguous():
-            return [None if t is None else t.stride() for t in tensors]
-    return None
-
-
-def _unpacked(call: run.Call, tensors: Tensors, checkpoints: Sequence[Tensor]) -> tuple[run.Rows, list[Tensor]]:
-    """Rows and checkpoints in one order of memory again."""
-    rows: run.Rows = _as_rows(call, tensors)
-    return rows, [as_rows(t, call.shapes.step, 1, memory_order(rows[0])) for t in checkpoints]
+    ) from None  # fmt: skip
 
 
 # --- eager --------------------------------------------------------------------------------------------------------------------
 class _Eager(torch.autograd.Function):
+    """One flat path per call: everything but the tensors is looked up in the call."""
+
     @staticmethod
     def forward(ctx, call: run.Call, *tensors):
-        rows = _as_rows(call, tensors)
-        results, checkpoints = _forward(call, rows, save=True)
-        saved = (*_savable(rows), *checkpoints)
-        ctx.call, ctx.strides = call, _strides(saved)
-        ctx.save_for_backward(*saved)
+        laid_out = tensors if call.in_place else call.laid_out(tensors)
+        found, shown = call.forward(laid_out), len(call.results)
+        ctx.call = call
+        ctx.save_for_backward(*(_savable(laid_out) if call.clones else laid_out), *found[shown:])
         ctx.set_materialize_grads(False)
-        constant = _not_differentiable(call, results)
-        if constant:
-            ctx.mark_non_differentiable(*constant)
-        return tuple(results)
+        del found[shown:]
+        if call.constant:
+            ctx.mark_non_differentiable(*itertools.compress(found, call.constant))
+        return tuple(found)
 
     @staticmethod
     @unseen_by_dynamo
     def backward(ctx, *grads):
+        call = ctx.call
         if torch.is_grad_enabled():
-            _refuse_double_backward(ctx.call)
-        saved, kept = _saved(ctx, ctx.call), len(ctx.call.kinds)
-        needs = ctx.needs_input_grad[1:]
-        return None, *_backward_of_saved(ctx.call, saved[:kept], saved[kept:], _strides(saved) != ctx.strides, grads, needs)
-
-
-def _backward_of_saved(
-    call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor], changed: bool, grads: Tensors, needs: Sequence[bool]
-) -> list[Tensor | None]:
-    """`changed`: hooks of saved tensors gave others, equal to them."""
-    rows, checkpoints = _as_saved(call, rows, checkpoints)
-    if changed:
-        rows, checkpoints = _unpacked(call, rows, checkpoints)
-    try:
-        return _backward(call, rows, checkpoints, grads, needs)
-    except RuntimeError:
-        if all(g is None or has_storage(g) for g in grads):
-            raise
+            _refuse_double_backward(call)
+        if (any_autocast() or forks.forked) and disturbed():
+            with undisturbed():
+                return _Eager.backward(ctx, *grads)
+        needs = ctx.needs_input_grad
+        back = call.backwards.get((needs, *map(type, grads))) or call.backward_for(needs, tuple(map(type, grads)))
+        try:
+            return None, *call.backward(back, ctx.saved_tensors, grads, call.order)
+        except RuntimeError as error:
+            if "second time" in str(error):
+                _refuse_freed_graph(call)
+            if all(g is None or has_storage(g) for g in grads):
+                raise
         _refuse_batched_gradients(call)
 
 
-def _as_saved(call: run.Call, rows: run.Rows, checkpoints: Sequence[Tensor]) -> tuple[run.Rows, list[Tensor]]:
-    """What was saved, as it was."""
-    i, n, step = call.num_inputs, call.num_operands, call.shapes.step
-    kinds = [None if kind is None else ((call.T, *step) if k < i else step, kind[1]) for k, kind in enumerate(call.kinds[:n])]
-    kinds += call.kinds[n:]
-    kept = [((call.checkpoints, *step), dtype) for dtype in call.saved_dtypes or ()]
-    return _as_it_was(call, rows, kinds), _as_it_was(call, checkpoints, kept)
-
-
-def _as_it_was(call: run.Call, tensors: Tensors, kinds: Sequence[tuple[tuple[int, ...], torch.dtype] | None]) -> list[Any]:
-    """Kernels take pointers: what was saved must be as it was, whatever hooks, `.data` or a cast of a module have made of it. Other dtypes
-    are cast back; None stays."""
-    found = list[Any]()
-    for tensor, kind in zip(tensors, kinds, strict=True):
-        if tensor is None or kind is None:
-            found.append(None)
-        elif same_shape(tensor.shape, kind[0]):
-            found.append(tensor if tensor.dtype is kind[1] else tensor.to(kind[1]))
-        else:
-            raise ShapeMismatchError(
-                f"had saved a tensor of shape {list(kind[0])} for its backward, which now has the shape {list(tensor.shape)}",
-                core=call.program.sig.core,
-                hint="What hooks of saved tensors unpack must equal what they packed, and `.data` of an operand keep its shape.",
-            )
-    return found
+record = plain_apply(_Eager)
 
 
 # --- under transforms ---------------------------------------------------------------------------------------------------------
@@ -238,25 +160,28 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def forward(call: run.Call, *tensors):
-        results, checkpoints = _forward(call, _as_rows(call, tensors), save=True)
-        return (*results, *checkpoints)
+        return tuple(_forward(call, tensors)[1])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         call, *tensors = inputs
-        sequences = call.program.sig.num_states if call.sequences else 0
-        shown = call.program.num_outputs + call.program.sig.num_states + sequences
+        shown = len(call.results)
         ctx.call, ctx.shown = call, shown
         ctx.present = [t is not None for t in tensors]
         ctx.save_for_backward(*[t for t in tensors if t is not None], *output[shown:])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*_not_differentiable(call, output[:shown]), *output[shown:])
+        ctx.mark_non_differentiable(*itertools.compress(output, call.constant), *output[shown:])
 
     @staticmethod
     @unseen_by_dynamo
     def backward(ctx, *grads):
         call = ctx.call
-        saved = _saved(ctx, call)
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            _refuse_freed_graph(call)
         found = _TracedBackward.apply(call, ctx.needs_input_grad[1:], ctx.present, len(saved), *saved, *grads[: ctx.shown])
         return None, *found
 
@@ -275,10 +200,11 @@ class _TracedBackward(torch.autograd.Function):
     def forward(call, needs, present, num_saved, *tensors):
         saved, grads = iter(tensors[:num_saved]), tensors[num_saved:]
         operands = [next(saved) if there else None for there in present]
-        checkpoints = list(saved)
-        rows = _as_rows(call, operands)
+        rows = call.laid_out(operands)
         rows[: call.num_inputs] = [remade(x) for x in rows[: call.num_inputs]]
-        return tuple(_backward(call, rows, checkpoints, grads, needs))
+        back = call.backward_for((False, *needs), tuple(map(type, grads)))
+        with undisturbed() if disturbed() else contextlib.nullcontext(), contextlib.nullcontext() if call.around is None else call.around():
+            return tuple(call.backward(back, [*rows, *saved], grads, call.order_of(rows)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -331,13 +257,12 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
         sharding.check_layouts(call.program.sig, inputs, states, statics)
         tensors = sharding.settled(tensors)
         call.around = sharding.Replicating
-    if not call.differentiable:
-        return _without_gradients(call, tensors)[0]
-    if call.program.blueprint.vjp is None:
-        return list(WithoutGradient.apply(lambda *given: _without_gradients(call, given)[0], call.program.sig.core, *tensors))
-    results = _differentiably(call, tensors)
-    n = call.program.sig.num_states
-    return results[: call.program.num_outputs + (2 * n if sequences else n)]
+    without = call.differentiable and call.program.blueprint.vjp is None
+    call.differentiable = call.differentiable and not without
+    call.compile(tensors)
+    if without:
+        return list(WithoutGradient.apply(lambda *given: _without_gradients(call, given), call.program.sig.core, *tensors))
+    return list(_differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors))
 
 
 def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:

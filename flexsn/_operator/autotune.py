@@ -7,16 +7,15 @@ measure: tiles follow from the sizes of the caches.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
-from torch import Tensor
 
+from .._runtime.launch import Launch, arrays_of
 from .._runtime.triton_kernel import Kernel
 from .._runtime.triton_tiles import Tile
 from ..errors import BuildError
-from .call import Call, Launch, arrays_of
+from .call import Call
 
 CANDIDATES = tuple(
     Tile(block, warps, ahead, aligned)
@@ -26,14 +25,11 @@ CANDIDATES = tuple(
 _REPEATS, _WARM = 10, 3
 
 
-def tune(call: Call, inputs: Sequence[Tensor]) -> None:
+def tune(call: Call) -> None:
     """Choose the tiles of a call's kernels by measuring them, unless an earlier run did: seconds per kernel."""
-    device = inputs[0].device
-    launches = [call.forward_launch(inputs, call.differentiable)]
-    if call.differentiable:
-        launches.append(call.usual_backward(inputs))
-    for launch in launches:
-        if device.type == "cuda" and launch.T * launch.numel and launch.writes:
+    device = call.program.device
+    for launch in (call.launch, call.usual_backward().launch if call.differentiable else None):
+        if device.type == "cuda" and launch is not None and launch.T * launch.numel:
             _tune(launch, device)
 
 

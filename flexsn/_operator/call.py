@@ -1,10 +1,8 @@
-"""Run a program on tensors: one forward kernel, one backward kernel, prologue and epilogue around them."""
+"""What calls with operands of the same kinds share: one record per kind, in which everything is decided once."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +12,16 @@ from torch import Tensor
 
 from .._ir.graph import HALF
 from .._ir.roles import Kind, Role, roles
-from .._plan.plan import Array, KernelPlan, Plan
 from .._program.captured import Shapes, rescale
 from .._program.compiled import Program
 from .._program.static_parts import StaticModule
-from .._runtime.layout import Order, by_index, memory_order, narrow, same_shape, strides_of, unbroadcast, widen
-from .._runtime.memory import allocator
-from .._torch.cuda import current_device
+from .._runtime.launch import Launch
+from .._runtime.layout import Order, by_index, memory_order, narrow, same_shape, unbroadcast, widen
+from .._runtime.layout import rows as as_rows
 from .._torch.transforms import transforms_active
-from ..errors import DeviceMismatchError
+from ..errors import ShapeMismatchError
 
-Rows = Sequence[Any]  # tensors; None for a state that starts at zero
+Tensors = Sequence[Tensor | None]  # None for a state that starts at zero
 
 
 class Call:
@@ -39,19 +36,29 @@ class Call:
         sequences: whether the states of every step are returned too.
         differentiable: whether autograd records the call.
         kinds: shape and dtype of every operand as given, None for a default state.
+        needs: of every operand, whether it requires grad.
         roles: of inputs and initial states, in order.
         absent: those of states that start at zero.
         checkpoints: how many rows of states the forward stores for the backward.
         saved: roles of these rows.
-        whole: whether inputs and states are given at the step shape.
         results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
+        bounds: where in `results` the final states begin, and end.
         around: a context for what runs, if it needs one.
+
+    Attributes that `compile` sets:
+        order: the order in which the step's dims lie in memory, in every array; None if it is their own.
+        in_place: whether the kernel reads all inputs and states where they lie.
+        clones: whether some are of inference mode, which autograd does not save.
+        launch: runs the forward.
+        prologue: computes the params of `launch`; None if there are none, or they are operands as they are.
+        runs_ops: whether ops of PyTorch, which autocast and gradient modes change, run beside the kernel of the forward.
+        backwards: how backwards run, by the needed gradients and the types of the cotangents.
     """
 
     around: Callable[[], AbstractContextManager] | None = None
 
     def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
-                 tensors: Sequence[Tensor | None]):  # fmt: skip
+                 tensors: Tensors):  # fmt: skip
         self.program, self.shapes, self.T, self.statics = program, shapes, T, statics
         self.sequences, self.differentiable = sequences, differentiable
         self.kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
@@ -66,46 +73,86 @@ class Call:
         self.saved = () if none else roles(Kind.CHECKPOINT, sig.num_states)
         trail = roles(Kind.STATES, sig.num_states) if sequences else ()
         self.results = (*roles(Kind.OUTPUT, program.num_outputs), *program.states, *trail)
+        self.bounds = program.num_outputs, program.num_outputs + sig.num_states
         states = [(s, 0) for s in shapes.states]
         self._shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
-        wholes = [(T, *shapes.step)] * sig.num_inputs + [shapes.step] * sig.num_states
-        self.whole = all(kind is None or same_shape(kind[0], whole) for kind, whole in zip(self.kinds, wholes, strict=False))
         self._returned_whole = all(same_shape(shape[leading:], shapes.step) for shape, leading in self._shapes)
-        self._launches: dict[Any, Any] = {}
-        self._pullbacks: dict[Any, Pullback] = {}
-        self._wanted: dict[Sequence[bool], tuple[tuple[Role, ...], tuple[bool, ...]]] = {}
-        self.saved_dtypes: tuple[torch.dtype, ...] | None = None  # of checkpoints, from the first forward on
+        self.order: Order | None = None
+        self.in_place = self.clones = self.runs_ops = False
+        self.backwards: dict[tuple, Backward] = {}
+        self._saved_kinds: list[tuple | None] = []  # shape, dtype and layout, None where that is of no matter
 
-    def named(self, statics: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
-        if not statics:
-            return {}
-        explicit = self.program.sig.num_params
-        return {n: upcast(t.detach()) if k < explicit else t.detach() for k, (n, t) in enumerate(zip(self.statics, statics, strict=True))}
+    # --- compile ------------------------------------------------------------------------------------------------------------
+    def compile(self, tensors: Tensors) -> None:
+        """Decide all about calls with operands like `tensors`, and load the kernel of their forward."""
+        n = self.num_operands
+        self.order = self.order_of(tensors)
+        laid_out = self.laid_out(tensors)
+        self.in_place = all([a is b for a, b in zip(laid_out, tensors, strict=True)])
+        self.clones = self.differentiable and any([t is not None and t.is_inference() for t in laid_out])
+        self._indices = [self._index(t, explicit=k < self.program.sig.num_params) for k, t in enumerate(tensors[n:])]
+        self._prepare_forward()
+        read = [True] * n + [index is not None for index in self._indices]  # where it lies
+        self._saved_kinds = [
+            None if t is None else (tuple(t.shape), t.dtype, _layout(t) if where else None) for t, where in zip(laid_out, read, strict=True)
+        ]
+        if self.differentiable:
+            places = [self.launch.places[role] for role in self.saved]
+            self._saved_kinds += [(*self.launch.writes[place][1:], self.launch.strides[place]) for place in places]
 
-    def as_returned(self, results: list[Tensor]) -> list[Tensor]:
-        """Results of the step shape at the shapes that the core returns."""
-        if self._returned_whole:
-            return results
-        return [narrow(t, shape, leading) for t, (shape, leading) in zip(results, self._shapes, strict=True)]
+    def _prepare_forward(self) -> None:
+        """Set what a forward looks up."""
+        self.launch = self.forward_launch(self.differentiable)
+        self.prologue = self.program.prologue if self.launch.params else None
+        self.runs_ops = self.prologue is not None or (any(self.needs) and not self.differentiable)
+        kept = (*self.results, *self.saved) if self.differentiable else self.results
+        self._places = [self.launch.places[role] for role in kept]
+        self.constant = self._constant() if self.differentiable else ()
 
-    def forward_launch(self, inputs: Sequence[Tensor], save: bool, order: Order | None = None) -> Any:
-        """`order`: in which the step's dims lie in memory, if not in their own."""
-        launch = self._launches.get((save, order))
-        if launch is None:
-            flags = tuple([x.dtype for x in inputs]), save, self.sequences
-            launch = self._launches[save, order] = self._launch("forward", flags, self.roles, order)
-            if save and self.program.backend.lazy and inputs[0].device.type in self.program.backend.devices:
-                self._expect_backward(inputs)
+    def order_of(self, tensors: Tensors) -> Order | None:
+        """The order of the step's dims in memory: that of the first input."""
+        first = tensors[0]
+        assert first is not None, "inputs are there"
+        return memory_order(first) if same_shape(first.shape[1:], self.shapes.step) else None
+
+    def _index(self, param: Tensor | None, *, explicit: bool) -> tuple[int, int] | None:
+        """How a kernel reads a param or captured tensor where it lies: two sizes (`by_index`); None if it cannot."""
+        assert param is not None
+        if param.device != self.program.device or param.is_neg() or param._is_zerotensor() or (explicit and param.dtype in HALF):
+            return None
+        found, inner, count = by_index(param.detach(), self.shapes.step, self.order)
+        return (inner, count) if found.data_ptr() == param.data_ptr() else None
+
+    def _passed(self, prologue: StaticModule, params: Sequence[Role]) -> tuple[list[Role | None], list[int]] | None:
+        """Of every static, as which param a kernel reads it, and two sizes for each of `params`; None if some must be computed."""
+        names = prologue.passed(params)
+        if names is None or len(set(names)) < len(names):
+            return None
+        indices = [self._indices[self.statics.index(name)] for name in names]
+        if None in indices:
+            return None
+        by_name = dict(zip(names, params, strict=True))
+        return [by_name.get(name) for name in self.statics], [size for index in indices for size in index or ()]
+
+    def forward_launch(self, save: bool) -> Any:
+        """The kernel of the forward at these sizes; `save`: one that also writes checkpoints for a backward."""
+        launch = self._launch("forward", (self._input_dtypes(), save, self.sequences), (), self.program.prologue)
+        if save and self.program.backend.lazy and self.program.device.type in self.program.backend.devices:
+            self._expect_backward()
         return launch
 
-    def _launch(self, direction: str, flags: tuple, roles: tuple[Role, ...], order: Order | None) -> Any:
-        there = tuple([None if role in self.absent else role for role in roles])
-        program, step = self.program, self.shapes.step
-        return Launch(program.kernel(self.T, direction, *flags), program.device, self.T, step, self.checkpoints, there, order)
+    def _input_dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple([kind[1] for kind in self.kinds[: self.num_inputs] if kind is not None])
 
-    @functools.cached_property
-    def constant(self) -> tuple[bool, ...]:
+    def _launch(self, direction: str, flags: tuple, others: tuple[Role, ...], prologue: StaticModule) -> Any:
+        """`others`: roles of what is passed after operands and statics."""
+        kernel = self.program.kernel(self.T, direction, *flags)
+        params = [a.role for a in kernel.plan.reads if a.kind == "param"]
+        statics, dims = self._passed(prologue, params) or ([None] * len(self.statics), [])
+        there = (*[None if role in self.absent else role for role in self.roles], *statics, *others)
+        return Launch(kernel, self.program.device, self.T, self.shapes.step, self.checkpoints, there, self.order, dims)
+
+    def _constant(self) -> tuple[bool, ...]:
         """Of `results`, which do not require grad; empty if all do."""
         everything = transforms_active()  # a level of a transform does not show what another one differentiates
         names = (*range(self.num_operands), *self.statics)
@@ -113,76 +160,164 @@ class Call:
         found = self.program.vjp.requiring_grad(needed, self.T if type(self.T) is int else None)[: len(self.results)]
         return () if all(found) else tuple([not flag for flag in found])
 
-    def usual_backward(self, inputs: Sequence[Tensor]) -> Any:
+    # --- forward --------------------------------------------------------------------------------------------------------------
+    def laid_out(self, tensors: Tensors) -> list[Tensor | None]:
+        """Inputs and states as kernels take them, rows of neurons in one order of memory; the rest as it is."""
+        order, step = self.order_of(tensors), self.shapes.step
+        n, i = self.num_operands, self.num_inputs
+        found = [None if t is None else as_rows(t, step, int(k < i), order) for k, t in enumerate(tensors[:n])]
+        return [*found, *tensors[n:]]
+
+    def forward(self, laid_out: Tensors) -> list[Tensor]:
+        """Run all T steps; returns `results`, then what was `saved`, if the call is differentiable. Without recording gradients."""
+        if self.prologue is not None:
+            params = self.prologue(self._named(laid_out))
+            laid_out = [*laid_out, *map(params.__getitem__, self.launch.params)]
+        written = self.launch.run(laid_out)
+        found = list(map(written.__getitem__, self._places))
+        if not self._returned_whole:
+            found[: len(self._shapes)] = [narrow(t, shape, leading) for t, (shape, leading) in zip(found, self._shapes, strict=False)]
+        return found
+
+    def _named(self, tensors: Tensors) -> dict[str, Tensor]:
+        """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
+        explicit, statics = self.program.sig.num_params, tensors[self.num_operands : len(self.kinds)]
+        values = [t.detach() for t in statics if t is not None]  # none is absent
+        return {n: upcast(t) if k < explicit else t for k, (n, t) in enumerate(zip(self.statics, values, strict=True))}
+
+    # --- backward -------------------------------------------------------------------------------------------------------------
+    def _as_it_was(self, tensor: Tensor | None, kind: tuple | None) -> Tensor | None:
+        """Return a tensor that was saved as it was: laid out again, and cast back.
+
+        Raises:
+            ShapeMismatchError: another shape came back.
+        """
+        if tensor is None or kind is None:
+            return None
+        shape, dtype, layout = kind
+        if tensor.shape != shape:
+            raise ShapeMismatchError(
+                f"had saved a tensor of shape {list(shape)} for its backward, which now has the shape {list(tensor.shape)}",
+                core=self.program.sig.core,
+                hint="What hooks of saved tensors unpack must equal what they packed, and `.data` of an operand keep its shape.",
+            )
+        if layout is None or layout is True:
+            return tensor.to(dtype).resolve_neg().contiguous()
+        return torch.empty_strided(shape, layout, dtype=dtype, device=tensor.device).copy_(tensor)
+
+    def usual_backward(self) -> Backward:
         """The backward for cotangents of every output and of nothing else."""
-        every = enumerate(roles(Kind.OUTPUT_GRAD, self.program.num_outputs))
-        given = tuple([r for k, r in every if not (self.constant and self.constant[k])])
-        return self.backward_launch(inputs, *self.wanted(self.needs), given)[0]
+        there = [k < self.program.num_outputs and not (self.constant and self.constant[k]) for k in range(len(self.results))]
+        return self.backward_for((False, *self.needs), [Tensor if flag else type(None) for flag in there])
 
-    def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
+    def _expect_backward(self) -> None:
         """Start to build the backward."""
-        launch = self.usual_backward(inputs)
-        if launch.writes and launch.numel:
-            launch.kernel.expect(launch.numel, inputs[0].device.index)
+        launch = self.usual_backward().launch
+        if launch is not None and launch.numel:
+            launch.kernel.expect(launch.numel, self.program.device.index)
 
-    def wanted(self, needs: Sequence[bool]) -> tuple[tuple[Role, ...], tuple[bool, ...]]:
-        """Roles of the gradients that operands need, and which statics need one, in the order of the VJP."""
-        found = self._wanted.get(needs)
-        if found is None:
-            vjp = self.program.vjp
-            grads = tuple([r.grad for r, need in zip(self.roles, needs, strict=False) if need and r.grad in vjp.graph.outputs])
-            by_name = dict(zip(self.statics, needs[self.num_operands :], strict=True))
-            found = self._wanted[needs] = grads, tuple([by_name[name] for name in (*self.program.sig.param_names, *vjp.captured)])
-        return found
+    def backward_for(self, needs: tuple[bool, ...], cotangents: Sequence[type]) -> Backward:
+        """How the backward runs, its kernel built.
 
-    def backward_launch(
-        self, inputs: Sequence[Tensor], wanted: tuple[Role, ...], statics: tuple[bool, ...], given: tuple[Role, ...],
-        order: Order | None = None,
-    ) -> tuple[Any, dict[Role, tuple[int, ...]]]:  # fmt: skip
-        """For the gradients of inputs and states `wanted`, of `statics`, from the cotangents `given`; and the step shapes
-        of the sums over time (`gp*`) that the epilogue takes."""
-        key = (wanted, statics, given, order)
-        if key not in self._launches:
-            vjp = self.program.vjp
-            _, sums = vjp.epilogue(statics, given)
-            present = tuple(sorted([r for r in given if r.kind is not Kind.STATE_GRAD]))
-            flags = tuple([x.dtype for x in inputs]), (*wanted, *sums), present
-            launch = self._launch("backward", flags, (*self.roles, *self.saved, *given), order)
-            steps = {r: rescale(vjp.sum_shape(r), self.program.step, self.shapes.step) for r in sums}
-            self._launches[key] = launch, steps
-        return self._launches[key]
+        Args:
+            needs: whether a gradient is needed: of the call, which has none, then of every operand and static.
+            cotangents: types of the cotangents of `results`, that of None where there is none.
+        """
+        key = (needs, *cotangents)
+        if key not in self.backwards:
+            self.backwards[key] = self._backward(needs[1:], [kind is not type(None) for kind in cotangents])
+        return self.backwards[key]
 
-    def pullback(self, inputs: Sequence[Tensor], needs: Sequence[bool], present: tuple[bool, ...], order: Order | None) -> Pullback:
-        """The way back for `needs`, one flag per operand and static, from the cotangents that are `present`, of `results`."""
-        key = (needs, present, order)
-        found = self._pullbacks.get(key)
-        if found is None:
-            wanted, statics = self.wanted(needs)
-            results = [r for r, there in zip(self.results, present, strict=True) if there]
-            given = tuple([r.grad for r in results])
-            launch, sums = self.backward_launch(inputs, wanted, statics, given, order)
-            places = tuple([launch.places.get(r.grad) if need else None for r, need in zip(self.roles, needs, strict=False)])
-            runs = bool(given and launch.writes)  # else no operand that needs a gradient has one
-            leading = tuple([0 if r.kind is Kind.STATE else 1 for r in results])
-            prologue = self.program.vjp.prologue_of(launch.params) if runs else None
-            after = self._epilogue(launch, statics, given, sums) if runs and any(statics) else None
-            found = self._pullbacks[key] = Pullback(launch if runs else None, prologue, given, leading, places, after)
-        return found
+    def needed_statics(self, needs: Sequence[bool]) -> tuple[bool, ...]:
+        """Which params and captured tensors need a gradient, in the order of the VJP; `needs`: of every operand and static."""
+        by_name = dict(zip(self.statics, needs[self.num_operands :], strict=True))
+        return tuple([by_name[name] for name in (*self.program.sig.param_names, *self.program.vjp.captured)])
 
-    def _epilogue(self, launch: Any, wanted: tuple[bool, ...], given: tuple[Role, ...], sums: dict[Role, tuple[int, ...]]) -> Epilogue:
+    def _backward(self, needs: Sequence[bool], present: Sequence[bool]) -> Backward:
+        vjp = self.program.vjp
+        wanted = [r.grad if need and r.grad in vjp.graph.outputs else None for r, need in zip(self.roles, needs, strict=False)]
+        statics = self.needed_statics(needs)
+        given = tuple([r.grad for r, there in zip(self.results, present, strict=True) if there])
+        _, sums = vjp.epilogue(statics, given)
+        written = (*[role for role in wanted if role is not None], *sums)
+        cotangents = tuple(sorted([r for r in given if r.kind is not Kind.STATE_GRAD]))
+        if not given or not written:  # no operand that needs a gradient has one
+            return Backward(None, None, (), None, ())
+        launch = self._launch("backward", (self._input_dtypes(), written, cotangents), (*self.saved, *given), vjp.prologue)
+        if not launch.writes:
+            return Backward(None, None, (), None, ())
+        broadcast = []
+        for k, (role, kind) in enumerate(zip(wanted, self.kinds, strict=False)):
+            whole = (self.T, *self.shapes.step) if k < self.num_inputs else self.shapes.step
+            if role is not None and kind is not None and not same_shape(kind[0], whole):
+                broadcast.append((k, kind[0], int(k < self.num_inputs)))
+        prologue = vjp.prologue_of(launch.params) if launch.params else None
+        places = [-1 if role is None else launch.places[role] for role in wanted]  # -1: a None that stands behind what is written
+        after = self._epilogue(launch, statics, given, sums) if any(statics) else None
+        return Backward(launch, prologue, places, after, broadcast)
+
+    def _epilogue(self, launch: Any, wanted: tuple[bool, ...], given: tuple[Role, ...], sums: tuple[Role, ...]) -> Epilogue:
         vjp = self.program.vjp
         names = (*self.program.sig.param_names, *vjp.captured)
         results = {name: str(k) for k, (name, asked) in enumerate(zip(names, wanted, strict=True)) if asked}
         dtypes = [kind[1] for kind in self.kinds[self.num_operands :] if kind is not None]  # none is absent
+        steps = [rescale(vjp.sum_shape(role), self.program.step, self.shapes.step) for role in sums]
         return Epilogue(
-            vjp.epilogue(wanted, given)[0], [(launch.places[role], shape) for role, shape in sums.items()],
+            vjp.epilogue(wanted, given)[0], [(launch.places[role], shape) for role, shape in zip(sums, steps, strict=True)],
             [(results.get(name), dtype) for name, dtype in zip(self.statics, dtypes, strict=True)],
         )  # fmt: skip
 
+    def backward(self, back: Backward, saved: Tensors, cotangents: Tensors, order: Order | None) -> list[Tensor | None]:
+        """Walk back over all T steps.
 
-@dataclass(frozen=True)
+        Args:
+            back: of `backward_for`.
+            saved: inputs, states and statics as in `forward`, then its checkpoints.
+            cotangents: of `results`, None where absent.
+
+        Returns:
+            Gradients of inputs, initial states and statics.
+
+        Raises:
+            ShapeMismatchError: something saved came back in another shape.
+        """
+        if back.launch is None:
+            return [None] * len(self.kinds)
+        for tensor, kind in zip(saved, self._saved_kinds, strict=False):
+            if tensor is None or kind is None:
+                continue
+            shape, dtype, layout = kind  # hooks of saved tensors, `.data` or a cast may have made something else of it
+            lies = layout is None or (tensor.is_contiguous() if layout is True else tensor.stride() == layout)
+            if not lies or tensor.shape != shape or tensor.dtype is not dtype:
+                saved = [self._as_it_was(t, k) for t, k in zip(saved, self._saved_kinds, strict=True)]
+                break
+        given, step = [*saved], self.shapes.step
+        as_they_lie = order is None and self._returned_whole
+        for k, grad in enumerate(cotangents):
+            if grad is None:
+                continue
+            if not as_they_lie or not grad.is_contiguous() or grad.is_neg() or grad._is_zerotensor():
+                grad = widen(grad, step, self._shapes[k][1], order)
+            given.append(grad)
+        if back.prologue is not None:
+            given += map(back.prologue(self._named(saved)).__getitem__, back.launch.params)
+        written = [*back.launch.run(given), None]
+        found = list(map(written.__getitem__, back.places))
+        for k, shape, leading in back.broadcast:
+            found[k] = unbroadcast(found[k], shape, leading)
+        if back.epilogue is None:
+            return found + [None] * len(self.statics)
+        return found + back.epilogue(self._named(saved), written)
+
+
+def _layout(tensor: Tensor) -> bool | tuple[int, ...]:
+    """True if contiguous, else the strides: two tensors of a shape with equal ones lie alike."""
+    return True if tensor.is_contiguous() else tensor.stride()
+
+
+@dataclass(frozen=True, slots=True)
 class Epilogue:
-    """From what the launch of a way back has written, the gradients of params and captured tensors.
+    """From what the launch of a backward has written, the gradients of params and captured tensors.
 
     Attributes:
         module: computes them.
@@ -194,188 +329,28 @@ class Epilogue:
     sums: list[tuple[int, tuple[int, ...]]]
     results: list[tuple[str | None, torch.dtype]]
 
-    def __call__(self, statics: dict[str, Tensor], written: Sequence[Tensor]) -> list[Tensor | None]:
+    def __call__(self, statics: dict[str, Tensor], written: Sequence[Any]) -> list[Tensor | None]:
         found = self.module(statics, [unbroadcast(written[place], shape, 0) for place, shape in self.sums])
         return [None if key is None or (grad := found.get(key)) is None else grad.to(dtype) for key, dtype in self.results]
 
 
-@dataclass(frozen=True)
-class Pullback:
-    """A way back over all steps.
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """How the backward of a kind of call runs, for needed gradients and given cotangents.
 
     Attributes:
         launch: what runs; None if nothing has a gradient.
-        prologue: computes the params that it takes.
-        given: roles of the cotangents that are there.
-        leading: of each, dims in front of the step.
-        places: of the gradient of every input and state in what the launch writes; None where there is none.
+        prologue: computes the params of `launch`; None if there are none, or they are operands as they are.
+        places: of the gradient of every input and state in what the launch writes; -1 where there is none.
         epilogue: gives the gradients of params and captured tensors; None if none is needed.
+        broadcast: place, shape and leading dims of the inputs and states that were broadcast.
     """
 
     launch: Any
-    prologue: Any
-    given: tuple[Role, ...]
-    leading: tuple[int, ...]
-    places: tuple[int | None, ...]
+    prologue: StaticModule | None
+    places: Sequence[int]
     epilogue: Epilogue | None
-
-
-class Launch:
-    """A kernel at given sizes on a device: which arrays it takes, and which are allocated for it.
-
-    Attributes:
-        order: in which the step's dims lie in memory, in every array, if not in their own.
-        params: roles of the arrays that the prologue computes.
-        writes: role, shape and dtype of every array to allocate.
-        places: of `writes` by role, in order.
-    """
-
-    def __init__(
-        self, kernel: Any, device: torch.device, T: int, step: tuple[int, ...], checkpoints: int, roles: Sequence[Role | None],
-        order: Order | None = None,
-    ):  # fmt: skip
-        """`checkpoints`: how many rows; `roles` of the operands, in the order in which calls pass them, None where nothing is passed."""
-        self.kernel, self.T, self.step, self.numel, self.order = kernel, T, step, math.prod(step), order
-        self.params = tuple([a.role for a in kernel.plan.reads if a.kind == "param"])
-        self.checkpoints = checkpoints
-        self.writes = arrays_of(allocated(kernel.plan, checkpoints), T, step, checkpoints)
-        self._results = [(shape, strides_of(shape, len(shape) - len(step), order), dtype) for _, shape, dtype in self.writes]
-        self.places = {role: place for place, (role, _, _) in enumerate(self.writes)}
-        self._given, self._device, self._gpu = roles, device, device.index if device.type == "cuda" else None
-        given = {role: place for place, role in enumerate((*roles, *self.params))}
-        self._reads = [given[a.role] for a in kernel.plan.reads if a.role in given]
-        present = [a.role in given for a in kernel.plan.reads] + [a.role in self.places for a in kernel.plan.writes]
-        self._make, self._run = allocator(device), kernel.bind(present, T, self.numel)
-
-    def __call__(self, operands: Sequence[Tensor | None], params: Mapping[Role, Tensor]) -> list[Tensor]:
-        """Run; returns what was written, in the order of `writes`."""
-        return self.run([*operands, *[params[role] for role in self.params]] if self.params else operands)
-
-    def run(self, given: Sequence[Tensor | None]) -> list[Tensor]:
-        """The same; `given`: the operands, then the params as the prologue left them, in the order of `params`."""
-        if self._gpu is not None and self._gpu != current_device():
-            with torch.cuda.device(self._gpu):
-                return self._run_here(given)
-        return self._run_here(given)
-
-    def _run_here(self, given: Sequence[Tensor | None]) -> list[Tensor]:
-        operands, dims = self._with_indexed(given) if self.params else (given, ())
-        make = self._make
-        written = [make(shape, strides, dtype) for shape, strides, dtype in self._results]
-        if self.T == 0:
-            _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._given, operands, strict=False)))
-        reads = [operands[place] for place in self._reads]
-        for t in reads:  # kernels take pointers
-            if t is not None and t.device != self._device:
-                raise self._is_elsewhere(t)
-        self._run(reads + written, dims)
-        return written
-
-    def fixed(self, given: Sequence[Tensor | None]) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
-        """Return what `run` does for operands that lie in every call as these do, decided once, on the current device; None where a
-        param must be laid out anew in each."""
-        operands, dims = self._with_indexed(given) if self.params else (given, ())
-        pairs = [(a, b) for a, b in zip(given, operands, strict=True) if a is not None and b is not None]
-        if self.T == 0 or any(a.device != b.device or a.data_ptr() != b.data_ptr() for a, b in pairs):
-            return None
-        make, results, reads, device, launch = self._make, self._results, self._reads, self._device, self._run
-
-        def run(given: Sequence[Tensor | None]) -> list[Tensor]:
-            arrays: list[Any] = [given[place] for place in reads]
-            for t in arrays:
-                if t is not None and t.device != device:
-                    raise self._is_elsewhere(t)
-            written = [make(shape, strides, dtype) for shape, strides, dtype in results]
-            launch(arrays + written, dims)
-            return written
-
-        return run
-
-    def _is_elsewhere(self, tensor: Tensor) -> DeviceMismatchError:
-        return DeviceMismatchError(
-            f"runs its {self.kernel.plan.direction} on {self._device}, and a tensor that it reads is on {tensor.device}",
-            core=self.kernel.plan.core, hint="Hooks of saved tensors must unpack where they packed, as those of `save_on_cpu` do.",
-        )  # fmt: skip
-
-    def _with_indexed(self, given: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
-        """The operands, then the params as the kernel takes them; two sizes per param."""
-        found, dims = [*given], list[int]()
-        for place in range(len(given) - len(self.params), len(given)):
-            param = given[place]
-            assert param is not None
-            found[place], inner, count = by_index(param.to(self._device), self.step, self.order)  # a number may be a tensor on the CPU
-            dims += (inner, count)
-        return found, dims
-
-
-def _copy_over_no_time(written: dict[Role, Tensor], given: dict[Role | None, Tensor | None]) -> None:
-    """Without steps nothing runs: what is left at one end of time is what came in at the other."""
-    for role, end in written.items():
-        if role.kind in (Kind.STATE, Kind.STATE_GRAD):
-            start = given.get(role)
-            end.zero_() if start is None else end.copy_(start)
-        elif role.kind.is_grad:
-            end.zero_()
-
-
-def allocated(plan: KernelPlan | Plan, checkpoints: Any) -> list[Array]:
-    """What a call returns of what its kernel writes: no array of checkpoints where there are none. (Where their number depends on a
-    symbolic T, it is a bound of at least one.)"""
-    none = type(checkpoints) is int and not checkpoints
-    return [a for a in plan.writes if not (none and a.kind == "checkpoint")]
-
-
-def arrays_of(arrays: Sequence[Array], T: int, step: tuple[int, ...], checkpoints: int) -> list[tuple[Role, tuple[int, ...], torch.dtype]]:
-    """Role, shape and dtype of arrays that a kernel takes, params at full size."""
-    rows = {"sequence": (T,), "checkpoint": (checkpoints,), "row": (), "param": ()}
-    return [(a.role, (*rows[a.kind], *step), a.storage) for a in arrays]
-
-
-def forward(call: Call, operands: Rows, statics: dict[str, Tensor], save: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Run all T steps.
-
-    Args:
-        operands: inputs and initial states as `rows()` gives them; a state may be None for zeros.
-        save: also write checkpoints for a backward.
-
-    Returns:
-        Outputs, final states and state sequences (`call.results`); checkpoints (`call.saved`).
-    """
-    launch = call.forward_launch(operands[: call.num_inputs], save, memory_order(operands[0]))
-    written, places = launch(operands, call.program.prologue(statics) if launch.params else {}), launch.places
-    results = call.as_returned([written[places[r]] for r in call.results])
-    if not save:
-        return results, []
-    checkpoints = [written[places[r]] for r in call.saved]
-    if call.saved_dtypes is None:
-        call.saved_dtypes = tuple([t.dtype for t in checkpoints])
-    return results, checkpoints
-
-
-def backward(
-    call: Call, operands: Rows, statics: dict[str, Tensor], checkpoints: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None], needs: Sequence[bool],
-) -> list[Tensor | None]:  # fmt: skip
-    """Walk back over all T steps.
-
-    Args:
-        operands: as in `forward`.
-        checkpoints: those of the forward.
-        cotangents: of its results, None where absent.
-        needs: which operands and statics need a gradient.
-
-    Returns:
-        Gradients of inputs and initial states, at the step shape, then of the statics.
-    """
-    step, order = call.shapes.step, memory_order(operands[0])
-    back = call.pullback(operands[: call.num_inputs], needs, tuple([g is not None for g in cotangents]), order)
-    launch = back.launch
-    if launch is None:
-        return [None] * len(call.kinds)
-    grads = [widen(g, step, leading, order) for g, leading in zip([g for g in cotangents if g is not None], back.leading, strict=True)]
-    written = launch((*operands, *checkpoints, *grads), back.prologue(statics) if launch.params else {})
-    of_statics = [None] * len(call.statics) if back.epilogue is None else back.epilogue(statics, written)
-    return [*[None if place is None else written[place] for place in back.places], *of_statics]
+    broadcast: Sequence[tuple[int, tuple[int, ...], int]]
 
 
 def upcast(tensor: Tensor) -> Tensor:

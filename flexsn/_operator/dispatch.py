@@ -11,15 +11,16 @@ from torch import Tensor
 
 from .._capture.captured_values import CapturedValues
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
+from .._runtime import fork
 from .._runtime.backends import check_backend
-from .._torch.autograd import forward_ad_level, records_gradients
+from .._torch.autograd import any_autocast, call_modes, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active
 from ..errors import BackendUnavailableError, CannotFuseError, StaleStateError
 from . import autotune as tuning
 from . import call as run
 from . import dtensor as sharding
-from .autograd import disturbed, run_call, undisturbed
+from .autograd import disturbed, record, run_call, undisturbed
 from .eager_loop import eager_loop
 from .fallback import noting, warn_once
 from .prepare import PLAIN, prepare, refuse_freed
@@ -30,25 +31,65 @@ def run_core(
     core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], *,
     backend: str, strict: bool, sequences: bool, num_outputs: int | None = None, tune: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """Check, choose a backend, run. Returns final states, state sequences (if asked for), outputs."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]  # it is there; sizes of tensors are tensors then
-        raise torchscript_refused(core)
-    if disturbed():
-        with undisturbed():
-            return run_core(
-                core, seen, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs, tune=tune
-            )  # fmt: skip
+    """Run a call as calls of its kind before it, or check it, choose a backend, and compile it.
+
+    Returns:
+        Final states, state sequences (if asked for), outputs.
+    """
     captured = seen.tensors()
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
-    key = _kinds(tensors, (*counts, backend, sequences, num_outputs, tune, _tied(captured) if captured else ()))
+    modes = call_modes()
+    kinds: Any = None if modes is None else [modes, counts, backend, sequences, num_outputs, tune, _tied(captured) if captured else ()]
+    alive: list[Tensor | None] = []
+    for t in tensors if modes is not None else ():  # a plain loop: every call comes here
+        if t is None:
+            alive.append(None)
+            kinds.append(None)
+        elif type(t) not in PLAIN or t.is_nested or t.layout is not torch.strided:
+            kinds = None
+            break
+        else:
+            lies = t.is_contiguous() and not t.is_neg() and not t._is_zerotensor()
+            needs = t.requires_grad or (modes[0] and t.is_inference() and "inference")  # type: ignore[index]  # else the loop is empty
+            kinds += (type(t), t.shape, t.dtype, t.device, needs, lies or (t.stride(), t.is_neg(), t._is_zerotensor()))
+            alive.append(unwrap_if_dead(t))
+    key = None if kinds is None else tuple(kinds)
     call = seen.calls.get(key)
-    if call is not None and forward_ad_level() < 0:
+    if call is not None:
+        given = _read_by(call, alive, captured) if captured else alive
         try:
-            return run_call(call, _read_by(call, tensors, captured))
+            if (fork.forked or (call.runs_ops and any_autocast())) and disturbed():
+                with undisturbed():
+                    return run_call(call, given)
+            if call.differentiable:
+                results = record(call, *given)
+            elif call.runs_ops and modes[0]:  # type: ignore[index]  # there is a call
+                return run_call(call, given)
+            else:
+                results = call.forward(given if call.in_place else call.laid_out(given))
         except RuntimeError:
             _refuse_stale(seen.signatures[counts], inputs, states)
             raise
+        outs, ends = call.bounds
+        return list(results[outs:ends]), list(results[ends:]), list(results[:outs])
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]  # it is there; sizes of tensors are tensors then
+        raise torchscript_refused(core)
+    with undisturbed() if disturbed() else contextlib.nullcontext():
+        return _run_first(
+            core, seen, inputs, states, params, captured, key, backend=backend, strict=strict, sequences=sequences,
+            num_outputs=num_outputs, tune=tune,
+        )  # fmt: skip
+
+
+def _run_first(
+    core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
+    params: tuple[Tensor, ...], captured: dict[str, Tensor], key: tuple | None, *, backend: str, strict: bool, sequences: bool,
+    num_outputs: int | None, tune: bool,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Check a call, choose a backend, run; keep under `key` how."""
+    tensors = (*inputs, *states, *params, *captured.values())
+    counts = (len(inputs), len(states), len(params))
     check_backend(backend, core_name(core))
     if counts not in seen.signatures:
         seen.signatures[counts] = make_signature(core, *counts)
@@ -65,7 +106,7 @@ def run_core(
         try:
             call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
             if tune and type(call) is run.Call:
-                tuning.tune(call, inputs)
+                tuning.tune(call)
             results = run_call(call, _read_by(call, tensors, captured))
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
@@ -73,7 +114,7 @@ def run_core(
             warn_once("the eager loop", error)
             why = error
         else:
-            if key is not None:
+            if key is not None and type(call) is run.Call:
                 if len(seen.calls) >= _MOST_CALLS:
                     seen.calls.clear()
                 seen.calls[key] = call
@@ -85,7 +126,7 @@ def run_core(
     return finals, state_seqs, outputs
 
 
-def _read_by(call: run.Call, tensors: tuple[Tensor | None, ...], captured: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+def _read_by(call: run.Call, tensors: Sequence[Tensor | None], captured: dict[str, Tensor]) -> Sequence[Tensor | None]:
     """The operands, with those captured tensors after them that the call reads: a core that is a method of its network leads to all of
     the network's."""
     if not captured:
@@ -120,18 +161,3 @@ def _tied(captured: dict[str, Tensor]) -> tuple[int, ...]:
     """Which captured tensors are the same one, under several names; empty if none."""
     ids = [id(t) for t in captured.values()]
     return () if len(set(ids)) == len(ids) else tuple([ids.index(i) for i in ids])
-
-
-def _kinds(tensors: Sequence[Tensor | None], others: tuple) -> tuple | None:
-    """What a call depends on but for the values of its operands; None where one is no plain tensor, or calls are traced."""
-    if transforms_or_modes_active():
-        return None
-    kinds: list[Any] = [records_gradients(), torch.get_default_dtype()]
-    for t in tensors:
-        if t is None:
-            kinds.append(None)
-        elif type(t) not in PLAIN or t.is_nested or t.layout is not torch.strided:
-            return None
-        else:
-            kinds += (type(t), t.shape, t.dtype, t.device, t.requires_grad)
-    return (*others, *kinds)

@@ -22,9 +22,10 @@ from .._program import serialize
 from .._program.cache import keep_under_text, program_from
 from .._program.captured import Blueprint
 from .._program.compiled import Program
+from .._runtime.launch import Launch, allocated, arrays_of
 from .._runtime.layout import Order, dense, memory_order, same_shape, strides_of
 from ..errors import OperandTypeError
-from .call import Call, Launch, allocated, arrays_of
+from .call import Call
 
 LIBRARY = torch.library.Library("flexsn", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -291,34 +292,40 @@ class TracedCall(Call):
     def device(self) -> torch.device:
         return self.program.device
 
-    def _expect_backward(self, inputs: Sequence[Tensor]) -> None:
+    def compile(self, tensors: Sequence[Tensor | None]) -> None:
+        """Decide how the call runs; how its operands lie is seen where they are read, which a transform may change."""
+        self._prepare_forward()
+
+    def _expect_backward(self) -> None:
         """Nothing is built while tracing."""
 
-    def _launch(self, direction: str, flags: tuple, roles: tuple[Role, ...], order: Order | None) -> Any:
-        return OperatorLaunch(self, direction, flags, roles)
+    def _launch(self, direction: str, flags: tuple, others: tuple[Role, ...], prologue: Any) -> OperatorLaunch:
+        return OperatorLaunch(self, direction, flags, others)
 
 
 class OperatorLaunch:
     """Stands where `run.Launch` does, and calls the operator."""
 
-    def __init__(self, call: TracedCall, direction: str, flags: tuple, roles: tuple[Role, ...]):
-        self.call, self.direction, self.flags = call, direction, flags
-        self.given = [str(r) for r in roles if r.kind.is_grad]
-        self.params = tuple(call.program.vjp.params if direction == "backward" else call.program.params)  # all: they go by place
+    def __init__(self, call: TracedCall, direction: str, flags: tuple, others: tuple[Role, ...]):
+        self.call, self.direction, self.flags, self.others = call, direction, flags, others
+        self.given = [str(r) for r in others if r.kind.is_grad]
+        params = call.program.vjp.params if direction == "backward" else call.program.params
+        self.params = roles(Kind.PARAM, len(params))  # all: they go by place
         self.program = text_of(call.program.blueprint, vjp=direction == "backward")
         keep_under_text(self.program, call.program)
         self.writes = allocated(call.program.plan_of(direction, *flags), call.checkpoints)
         self.places = {a.role: place for place, a in enumerate(self.writes)}
 
-    def __call__(self, operands: Sequence[Tensor | None], params: Mapping[Role, Tensor]) -> list[Tensor]:
+    def run(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """As `Launch.run`; `given`: operands, statics, then in a backward checkpoints and cotangents, then params."""
         call, ops = self.call, torch.ops.flexsn
         i, n = call.num_inputs, call.num_operands
-        inputs, states, values = list(operands[:i]), list(operands[i:n]), [params[role] for role in roles(Kind.PARAM, len(params))]
+        inputs, states, rest = list(given[:i]), list(given[i:n]), list(given[len(call.kinds) :])
+        others, values = rest[: len(self.others)], rest[len(self.others) :]
         step = list(call.shapes.step)
         if self.direction == "forward":
             _, save, sequences = self.flags
             return ops.forward(self.program, inputs, states, values, step, call.checkpoints if save else 0, save, sequences)
-        grads = len(operands) - len(self.given)
-        checkpoints, cotangents = list(operands[n:grads]), list(operands[grads:])
+        grads = len(others) - len(self.given)
         wanted = [str(r) for r in self.flags[1]]
-        return ops.backward(self.program, inputs, states, values, checkpoints, cotangents, self.given, wanted, step)
+        return ops.backward(self.program, inputs, states, values, others[:grads], others[grads:], self.given, wanted, step)

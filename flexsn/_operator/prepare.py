@@ -53,7 +53,10 @@ def prepare(
         # what a core leads to, and does not read, may be all that needs a gradient
         trains = differentiable and any(_may_need_grad(t, transformed) for t in operands(program, True)[1])
         read, given = operands(program, trains)
-        return kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
+        call = kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
+        if kind is run.Call:
+            call.compile(given)
+        return call
 
     if traced:
         return made(TracedCall, *_while_tracing(name, core, seen, sig, metas, device, captured, num_outputs, differentiable))

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from .._capture.signature import core_name
 from .._operator.autograd import run_call, undisturbed
-from .._operator.call import Call, Launch
+from .._operator.call import Call
 from .._operator.fallback import unsaid
 from .._operator.prepare import prepare
 from .._plan.plan import KernelPlan
 from .._runtime import cpp_kernel as launch_cpp
 from .._runtime import triton_kernel as launch_triton
 from .._runtime.backends import BACKENDS, NAMES, backend_of
+from .._runtime.launch import Launch
 from ..errors import (
     BackendError,
     BackendUnavailableError,
@@ -109,7 +110,7 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
     with torch.enable_grad(), undisturbed():
         try:
             call = _call(subject)
-            launches = _launches(subject, call)
+            launches = _launches(call)
         except (CannotFuseError, BackendUnavailableError) as error:
             problem = _problem(error, subject.bare)
         report = _outline(subject, call, problem)
@@ -130,14 +131,13 @@ def _call(subject: Subject) -> Call:
     return prepare(s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.captured, name, False, s.num_outputs)
 
 
-def _launches(subject: Subject, call: Call) -> dict[str, Launch]:
+def _launches(call: Call) -> dict[str, Launch]:
     """Its kernels by name, built if need be."""
-    found = {"inference": call.forward_launch(subject.inputs, False)}
     if not call.differentiable:
-        return found
-    found["forward"] = call.forward_launch(subject.inputs, True)
-    backward = call.usual_backward(subject.inputs)
-    return found | {"backward": backward} if backward.writes else found
+        return {"inference": call.launch}
+    found = {"inference": call.forward_launch(False), "forward": call.launch}
+    backward = call.usual_backward().launch
+    return found if backward is None else found | {"backward": backward}
 
 
 # --- what needs no kernel -----------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def _describe_graphs(report: Report, subject: Subject, call: Call) -> None:
         report.vjp = str(vjp.graph)
         known = {(op.text, op.line) for op in report.prologue}
         report.prologue += [op for op in hoisted_ops(vjp.prologue, ()) if (op.text, op.line) not in known]
-        epilogue, sums = vjp.epilogue(call.wanted(call.needs)[1])
+        epilogue, sums = vjp.epilogue(call.needed_statics(call.needs))
         report.epilogue = [op for op in hoisted_ops(epilogue, sums) if op.kind != "static"]
 
 

@@ -15,6 +15,7 @@ import glob
 import hashlib
 import os
 import platform
+import struct
 import threading
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
@@ -30,7 +31,7 @@ from . import cpp_compiler as launch_compiler
 from . import disk_cache as launch_cache
 from .cpp_compiler import compiler
 from .fork import num_threads
-from .memory import addresses
+from .memory import addresses, data_ptr
 
 __all__ = ["HEADERS", "Kernel", "check_device", "compiler", "load", "tile_length"]
 
@@ -60,9 +61,7 @@ class Kernel:
         self._run = _entry_point(path, self, symbol)
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
         self._step_bytes = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
-        self._pointers = ctypes.c_void_p * max(1, len(plan.arguments))
         self._tile = functools.lru_cache(functools.partial(tile_length, plan))
-        self._dims = ctypes.c_int64 * max(1, 2 * sum(a.kind == "param" for a in plan.arguments))
 
     def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
         """Return what runs it over T steps of N neurons.
@@ -73,17 +72,23 @@ class Kernel:
         Returns:
             `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param.
         """
+        if not T * N:
+            return lambda arrays, dims: None
         absent = [place for place, there in enumerate(present) if not there]
+        pack_pointers = struct.Struct(f"={len(present)}Q").pack
+        pack_dims = struct.Struct(f"={2 * sum(a.kind == 'param' for a in self.plan.arguments)}q").pack
+        fixed = self.cut(T, N) if T * N < 2 * _GRAIN else None  # too little for two threads, however many there are
 
         def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
-            pointers = addresses(arrays)
+            pointers = list(map(data_ptr, arrays))
+            if not all(pointers):
+                addresses(arrays)  # raises for those that have elements
             for place in absent:
                 pointers.insert(place, 0)
-            tile, threads, large = self.cut(T, N)
-            if self._run(self._pointers(*pointers), self._dims(*dims), T, N, tile, threads, large):
+            if self._run(pack_pointers(*pointers), pack_dims(*dims), T, N, *(fixed or self.cut(T, N))):
                 raise MemoryError("flexsn: no memory for the scratch rows of a tile")
 
-        return run if T and N else lambda arrays, dims: None
+        return run
 
     def cut(self, T: int, N: int) -> tuple[int, int, bool]:
         """Return neurons per tile, threads, and whether finished rows are streamed past the cache."""

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import torch
 
-_forked = False
+forked = False  # whether this process is a forked child
 
 
 def _after_fork() -> None:
-    global _forked
-    _forked = True
+    global forked
+    forked = True
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -21,12 +21,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def num_threads() -> int:
     """Return `torch.get_num_threads()`, but 1 in a forked child."""
-    return 1 if _forked else torch.get_num_threads()
+    return 1 if forked else torch.get_num_threads()
 
 
 def must_be_alone() -> bool:
     """Whether PyTorch's own ops must be kept on one thread."""
-    return _forked and torch.get_num_threads() > 1
+    return forked and torch.get_num_threads() > 1
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ library gives large blocks back to the system as soon as a tensor dies. So the l
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 import os
@@ -23,25 +24,22 @@ from ..errors import OperandTypeError
 LEAST = 4 << 20  # bytes of a block: smaller ones are the C library's
 MOST = min(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)
 _PAGE = 2 << 20  # blocks of whole huge pages
-_CPU = torch.device("cpu")
 _free: list[mmap.mmap] = []  # oldest first. List methods are atomic; a finalizer may run between any two of them
 
 
-def allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]:
-    """What makes results on a device (if it is a GPU, on the current one): tensors of a shape, strides of dense memory, and a dtype,
-    whatever is in them."""
+def allocator(device: torch.device, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Returns a function that makes tensors of a shape, strides of dense memory, and a dtype, on a device (if it is a GPU, on the current
+    one), whatever is in them."""
     if device.type == "cuda":  # GPUs have PyTorch's caching allocator
-        return gpu_allocator()
-    if device.type == "cpu":
-        return _on_cpu
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return functools.partial(gpu_allocator(), shape, strides, dtype)
+    if device.type == "cpu" and math.prod(shape) * dtype.itemsize >= LEAST:
+        return functools.partial(_from_block, shape, strides, dtype)
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
-def _on_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _from_block(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if size < LEAST:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=_CPU)
     block = _take(size) or _fresh(-(-size // _PAGE) * _PAGE)
     view = memoryview(block)  # the tensor's storage holds it
     weakref.finalize(view, _give, block).atexit = False
@@ -58,18 +56,26 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
 
 
 def addresses(arrays: Sequence[Tensor]) -> list[int]:
-    """Where arrays lie; 0 for those without elements."""
-    return [a.data_ptr() or _nowhere(a) for a in arrays]
+    """Returns where arrays lie; 0 for those without elements.
+
+    Raises:
+        OperandTypeError: the storage of one was freed.
+    """
+    found = list(map(data_ptr, arrays))  # here and in kernels, which calls wait for: no Python function per array
+    return found if all(found) else _checked(arrays, found)
 
 
-def _nowhere(array: Tensor) -> int:
-    """The address of an array that has none."""
-    if array.numel():
-        raise OperandTypeError(
-            f"a tensor of shape {list(array.shape)} has no memory: its storage was freed",
-            hint="Whoever freed it (`untyped_storage().resize_(0)`, a sharded module outside its forward) must bring it back.",
-        )
-    return 0
+data_ptr = Tensor.data_ptr
+
+
+def _checked(arrays: Sequence[Tensor], found: list[int]) -> list[int]:
+    for array, address in zip(arrays, found, strict=True):
+        if not address and array.numel():
+            raise OperandTypeError(
+                f"a tensor of shape {list(array.shape)} has no memory: its storage was freed",
+                hint="Whoever freed it (`untyped_storage().resize_(0)`, a sharded module outside its forward) must bring it back.",
+            )
+    return found
 
 
 def _fresh(size: int) -> mmap.mmap:

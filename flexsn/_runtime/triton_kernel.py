@@ -13,6 +13,7 @@ import functools
 import hashlib
 import linecache
 import math
+import operator
 import os
 import threading
 import warnings
@@ -30,7 +31,7 @@ from .._plan.plan import KernelPlan, chunks
 from .._torch.cuda import current_stream, interpreter_exits, triton_launch
 from ..errors import BackendUnavailableError, BuildError
 from . import triton_passes, triton_tiles
-from .memory import addresses
+from .memory import addresses, data_ptr
 from .triton_tiles import MeasuredTiles, Tile
 
 _lock = threading.Lock()
@@ -98,10 +99,10 @@ class Kernel:
 
         def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
             index = arrays[-1].get_device()
-            pointers = addresses(arrays)
-            address = N
-            for pointer in pointers:
-                address |= pointer
+            pointers = list(map(data_ptr, arrays))
+            if not all(pointers):
+                addresses(arrays)  # raises for those that have elements
+            address = functools.reduce(operator.or_, pointers, N)
             for place in absent:
                 pointers.insert(place, 0)
             key = N, index, not address % 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +14,23 @@ def records_gradients() -> bool:
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def apply_function(function: type[torch.autograd.Function], first: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """`function.apply(first, *tensors)` without transforms, past most of the Python in it."""
-    alive = [t if t is None else torch._C._functorch.unwrap_if_dead(t) for t in tensors]  # 2.11, 2.13: as there
-    return super(torch.autograd.Function, function).apply(first, *alive)  # type: ignore[misc]  # a method of its base, in C++
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Returns `function.apply` for tensors outside of transforms (`unwrap_if_dead` first), past the Python in it."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # a method of its base, in C++
+
+
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead  # 2.11, 2.13: as `Function.apply` does
+
+
+def call_modes() -> tuple[bool, torch.dtype] | None:
+    """Whether autograd records calls, and the default dtype; None under transforms, dispatch modes and in forward mode."""
+    if (
+        torch._C._functorch.peek_interpreter_stack() is not None  # 2.11, 2.13
+        or torch._C._len_torch_dispatch_stack() > 0  # 2.13
+        or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.13
+    ):
+        return None
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), torch.get_default_dtype()
 
 
 def forward_ad_level() -> int:
@@ -37,10 +50,10 @@ def saved_tensors_hooks_off() -> bool:
 
 def autocast_on() -> bool:
     """Whether autocast is on for CPUs or GPUs: the public calls, which read a name each, where it is on for anything."""
-    return _any_autocast() and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+    return any_autocast() and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
 
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # 2.11, 2.13
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # 2.11, 2.13
 
 
 def below_autograd() -> bool:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 
-def current_stream(device: int) -> int:
-    """The CUDA stream that PyTorch uses now, as a number; the public call makes an object first."""
-    return torch._C._cuda_getCurrentRawStream(device)  # 2.11, 2.13
+def _no_gpu(device: int = -1) -> int:
+    raise RuntimeError("this build of PyTorch has no CUDA")
 
 
-def current_device() -> int:
-    return torch._C._cuda_getDevice()  # 2.11, 2.13
+# Of a device, the CUDA stream that PyTorch uses now, as a number (the public call makes an object first); and the current device.
+# Bound as they are, in C: every launch asks.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_gpu)  # 2.11, 2.13
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_gpu)  # 2.11, 2.13
 
 
 def gpu_allocator() -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:

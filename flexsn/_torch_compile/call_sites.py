@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .._ir.roles import Kind, roles
-from .._operator.call import Launch
 from .._operator.library import KERNEL_OPERATORS, WHEN_TRACED, Operands, by_role, settle_backward, settle_forward
 from .._operator.no_gradient import refuse_forward_mode
 from .._program.cache import program_from
+from .._runtime.launch import Launch
 from .._torch.autograd import forward_ad_level
 from .._torch.availability import moved
 from . import prologue_fusion

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._capture.signature import DTYPES
 from .._ir.roles import Kind, Role, of_kind
-from .._operator.call import Launch
+from .._runtime.launch import Launch
 from .._runtime.layout import narrow, rows, unbroadcast
 from ..errors import DeviceMismatchError, OperandCountError, OperandTypeError, SequenceLengthError, UnsupportedDtypeError
 from .info import FlexSNInfo, Shape

@@ -13,7 +13,7 @@ from torch import nn
 
 import flexsn
 from flexsn import FlexSN
-from flexsn._operator import autograd
+from flexsn._operator.call import Call
 from flexsn.errors import (
     BatchedGradientError,
     DeviceMismatchError,
@@ -417,7 +417,7 @@ def test_an_error_of_python_passes_the_engine(recorded, monkeypatch):
     def broken(*args):
         raise ZeroDivisionError("of this test")
 
-    monkeypatch.setattr(autograd, "_backward", broken)
+    monkeypatch.setattr(Call, "backward", broken)
     with pytest.raises(ZeroDivisionError, match="of this test"):
         y.backward(torch.ones(()).expand(y.shape))
 

@@ -18,9 +18,9 @@ from flexsn import FlexSN
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._operator import autograd as doors
-from flexsn._operator.call import Launch
 from flexsn._operator.library import text_of
 from flexsn._program.captured import draw
+from flexsn._runtime.launch import Launch
 from flexsn.errors import CarriedStateError, DoubleBackwardError, FallbackWarning, ForwardModeError, StaleStateError
 
 f64 = torch.float64
@@ -449,8 +449,8 @@ DOORS = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_one_kernel_per_direction_by_every_door(door, monkeypatch):
-    launched, run_here = [], Launch._run_here
-    monkeypatch.setattr(Launch, "_run_here", lambda self, arrays: (launched.append(self.kernel.plan.direction), run_here(self, arrays))[1])
+    launched, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda self, arrays: (launched.append(self.kernel.plan.direction), run(self, arrays))[1])
     make, directions = DOORS[door]
     x, w = torch.randn(5, 4, 3), torch.rand(3, requires_grad=True)
     call = make(lambda x, w: flexsn.scan(lambda x, v, w: ((x + v * w.sigmoid()).tanh(), x + v), [x], [None], [w]).outputs[0])

@@ -16,7 +16,7 @@ SIZE = memory.LEAST // 4
 
 
 def empty(shape, dtype):
-    return memory.allocator(CPU)(shape, memory.dense_strides(shape), dtype)
+    return memory.allocator(CPU, shape, memory.dense_strides(shape), dtype)()
 
 
 CPU = torch.device("cpu")

@@ -468,7 +468,7 @@ import torch, flexsn
 from torch.utils.data import DataLoader, Dataset
 from flexsn._runtime import fork as forks
 
-forks._forked = False  # stands for a process of its own: its mother started no thread
+forks.forked = False  # stands for a process of its own: its mother started no thread
 torch.set_num_threads(2)
 w = torch.tensor(0.5, requires_grad=True)
 
@@ -508,7 +508,7 @@ from flexsn._runtime import fork as forks
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._capture import captured_values as reads
 
-forks._forked = False  # stands for a process of its own: its mother started no thread
+forks.forked = False  # stands for a process of its own: its mother started no thread
 torch.set_num_threads(2)
 x, w = torch.randn(50, 40000, requires_grad=True), torch.tensor(0.5, requires_grad=True)
 
