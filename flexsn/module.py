@@ -178,11 +178,16 @@ class FlexSN(CoreOwner):
                 hint=f"It was made with num_states={self.num_states} and {self.num_params} params; what is left of the core's arguments "
                 "are inputs, unless `num_inputs=` says how many. Tensors that go to every step unchanged are listed in `params=`.",
             )  # fmt: skip
-        exported = exporting()
+        exported = exporting() if torch.compiler.is_dynamo_compiling() else torch.compiler.is_exporting()
         if exported and isinstance(self.states, list):
             refuse_carried(core_name(self.core))
-        self._check_inputs(inputs)
-        anew = not self.stateful or (self.states is None if torch.compiler.is_dynamo_compiling() else starts_anew(self))
+        for x in inputs:
+            if not isinstance(x, Tensor) or not (x.dim() or self.step_mode == "s"):
+                self._check_inputs(inputs)
+        if torch.compiler.is_dynamo_compiling() or not self.stateful or (self._within is None and current_backward() < 0):
+            anew = not self.stateful or self.states is None
+        else:
+            anew = starts_anew(self)
         states = self.start_states(*inputs) if anew or self.states is None else self.states
         if type(states) is not list or len(states) != self.num_states:
             self._check_states(states)
@@ -200,16 +205,8 @@ class FlexSN(CoreOwner):
             )  # fmt: skip
         if self.stateful == "detached":
             finals = [v.detach() for v in finals]
-        if torch.compiler.is_dynamo_compiling():  # where assignments take microseconds
-            if self._watchers:  # a function that was compiled without the hooks of monitors is compiled again
-                pass
-            if self.stateful:
-                carried = tuple(finals) if exported else [carry(v) for v in finals]  # no CUDA graph owns those of an export
-                object.__setattr__(self, "states", carried)  # without the guards that `nn.Module.__setattr__` takes
-            elif self.states is not None:
-                self.states = None
-            if sequences is not None or self.state_seqs is not None:  # PyTorch 2.11 compares no lists by `is`
-                self.state_seqs = sequences
+        if torch.compiler.is_dynamo_compiling():
+            self._carry_compiled(finals, sequences, exported)
         else:
             self._carry((tuple(finals) if exported else finals) if self.stateful else None, sequences, anew)
         if self.step_mode == "s":
@@ -243,15 +240,16 @@ class FlexSN(CoreOwner):
                 t if flag or t is None else t.detach() for t, flag in zip((*inputs, *states), self.requires_grad_flags, strict=True)
             ]
             inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]  # type: ignore[arg-type]  # inputs are there
-        params = tuple([getattr(self.params, name) for name in self.param_names])
+        params = tuple([getattr(self.params, name) for name in self.param_names]) if self.param_names else ()
         if torch.compiler.is_dynamo_compiling():
             finals, trail, outputs = compile_core(
                 self.core, self, inputs, tuple(states), params, backend=self.backend, strict=self.strict, sequences=sequences,
                 num_outputs=self.num_outputs,
             )  # fmt: skip
         else:
+            seen = self.captured_values()
             finals, trail, outputs = run_core(
-                self._core, self.captured_values(), inputs, tuple(states), params, backend=self.backend, strict=self.strict,
+                self._looked_at, seen, inputs, tuple(states), params, backend=self.backend, strict=self.strict,
                 sequences=sequences, num_outputs=self.num_outputs, tune=self.tune,
             )  # fmt: skip
         return outputs, finals, trail if sequences else None
@@ -280,6 +278,18 @@ class FlexSN(CoreOwner):
             own["_first"], own["_left"] = first, weakref.ref(states[0]) if states else None
         else:
             self._within.left = states
+
+    def _carry_compiled(self, finals: list[Tensor], sequences: list[Tensor] | None, exported: bool) -> None:
+        """As `_carry` after a call, where Dynamo traces: assignments take microseconds in compiled code."""
+        if self._watchers:  # a function that was compiled without the hooks of monitors is compiled again
+            pass
+        if self.stateful:
+            carried = tuple(finals) if exported else [carry(v) for v in finals]  # no CUDA graph owns those of an export
+            object.__setattr__(self, "states", carried)  # without the guards that `nn.Module.__setattr__` takes
+        elif self.states is not None:
+            self.states = None
+        if sequences is not None or self.state_seqs is not None:  # PyTorch 2.11 compares no lists by `is`
+            self.state_seqs = sequences
 
     def states_are_left(self) -> bool:
         """Whether the carried states are those that the last call left: nobody set them since."""

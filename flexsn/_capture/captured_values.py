@@ -46,6 +46,7 @@ class CapturedValues:
         walk = walk or Walk(core, _same)
         self._items, self._attributes, self._sizes, self._orders = walk.items, walk.attributes, walk.sizes, walk.orders
         self._places = walk.places
+        self.any_tensors = bool(walk.places)
         self._root = tuple([getattr(core, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__")])
         self.fingerprint = tuple(walk.constants)
         self.frozen, self.kept, self.simple, self.refusal = walk.frozen, walk.kept, walk.simple, walk.refusal
@@ -57,14 +58,13 @@ class CapturedValues:
     def __reduce__(self) -> tuple:
         return CapturedValues, (_nothing,)  # nothing of this process travels
 
-    def valid_for(self, core: Callable) -> bool:
-        """Return whether a look at the core, the same callable, would find the same."""
-        code, defaults, kwdefaults = self._root
-        root = getattr(core, "__code__", None) is code and getattr(core, "__defaults__", None) is defaults
-        return root and getattr(core, "__kwdefaults__", None) is kwdefaults and self.valid()
-
-    def valid(self) -> bool:
-        """Return whether every constant is what it was, so that a look would find the same."""
+    def valid(self, core: Callable | None = None) -> bool:
+        """Return whether every constant is what it was, so that a look would find the same; of `core`, the same callable, also its code."""
+        if core is not None:
+            code, defaults, kwdefaults = self._root
+            root = getattr(core, "__code__", None) is code and getattr(core, "__defaults__", None) is defaults
+            if not (root and getattr(core, "__kwdefaults__", None) is kwdefaults):
+                return False
         try:
             for table, key, value in self._items:  # plain loops: every call comes here
                 if table[key] is not value:
@@ -162,7 +162,7 @@ def look(core: Callable) -> CapturedValues:
         with lock:
             return CapturedValues(core)
     known = _looks.get(core)
-    if known is not None and known.valid_for(core):
+    if known is not None and known.valid(core):
         return known
     with lock:
         seen = look_again(core, known)

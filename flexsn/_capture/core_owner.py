@@ -71,8 +71,9 @@ class CoreOwner(nn.Module):
     @unseen_by_dynamo
     def captured_values(self) -> CapturedValues:
         """Return what the core captures, looked at again where something has changed."""
-        seen = self._seen
-        if seen is not None and self._looked_at is self._core and seen.valid_for(self._core):
+        seen, own = self._seen, self.__dict__
+        core = own["core"] if "core" in own else own["_modules"]["core"]  # `_core`, of which every call would make one more frame
+        if seen is not None and self._looked_at is core and seen.valid(core):
             return seen
         return self.recapture()
 

@@ -42,6 +42,7 @@ class Call:
         checkpoints: how many rows of states the forward stores for the backward.
         saved: roles of these rows.
         results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
+        returned_whole: whether all results have the step shape.
         bounds: where in `results` the final states begin, and end.
         around: a context for what runs, if it needs one.
 
@@ -50,6 +51,7 @@ class Call:
         in_place: whether the kernel reads all inputs and states where they lie.
         clones: whether some are of inference mode, which autograd does not save.
         launch: runs the forward.
+        places: of `results`, and of what is saved, in what `launch` writes.
         prologue: computes the params of `launch`; None if there are none, or they are operands as they are.
         runs_ops: whether ops of PyTorch, which autocast and gradient modes change, run beside the kernel of the forward.
         backwards: how backwards run, by the needed gradients and the types of the cotangents.
@@ -76,7 +78,7 @@ class Call:
         self.bounds = program.num_outputs, program.num_outputs + sig.num_states
         states = [(s, 0) for s in shapes.states]
         self._shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
-        self._returned_whole = all(same_shape(shape[leading:], shapes.step) for shape, leading in self._shapes)
+        self.returned_whole = all(same_shape(shape[leading:], shapes.step) for shape, leading in self._shapes)
         self.order: Order | None = None
         self.in_place = self.clones = self.runs_ops = False
         self.backwards: dict[tuple, Backward] = {}
@@ -106,7 +108,7 @@ class Call:
         self.prologue = self.program.prologue if self.launch.params else None
         self.runs_ops = self.prologue is not None or (any(self.needs) and not self.differentiable)
         kept = (*self.results, *self.saved) if self.differentiable else self.results
-        self._places = [self.launch.places[role] for role in kept]
+        self.places = [self.launch.places[role] for role in kept]
         self.constant = self._constant() if self.differentiable else ()
 
     def order_of(self, tensors: Tensors) -> Order | None:
@@ -174,8 +176,8 @@ class Call:
             params = self.prologue(self._named(laid_out))
             laid_out = [*laid_out, *map(params.__getitem__, self.launch.params)]
         written = self.launch.run(laid_out)
-        found = list(map(written.__getitem__, self._places))
-        if not self._returned_whole:
+        found = list(map(written.__getitem__, self.places))
+        if not self.returned_whole:
             found[: len(self._shapes)] = [narrow(t, shape, leading) for t, (shape, leading) in zip(found, self._shapes, strict=False)]
         return found
 
@@ -292,7 +294,7 @@ class Call:
                 saved = [self._as_it_was(t, k) for t, k in zip(saved, self._saved_kinds, strict=True)]
                 break
         given, step = [*saved], self.shapes.step
-        as_they_lie = order is None and self._returned_whole
+        as_they_lie = order is None and self.returned_whole
         for k, grad in enumerate(cotangents):
             if grad is None:
                 continue
@@ -340,6 +342,7 @@ class Backward:
 
     Attributes:
         launch: what runs; None if nothing has a gradient.
+        places: of `results`, and of what is saved, in what `launch` writes.
         prologue: computes the params of `launch`; None if there are none, or they are operands as they are.
         places: of the gradient of every input and state in what the launch writes; -1 where there is none.
         epilogue: gives the gradients of params and captured tensors; None if none is needed.

@@ -36,11 +36,13 @@ def run_core(
     Returns:
         Final states, state sequences (if asked for), outputs.
     """
-    captured = seen.tensors()
+    captured = seen.tensors() if seen.any_tensors else {}
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
     modes = call_modes()
-    kinds: Any = None if modes is None else [modes, counts, backend, sequences, num_outputs, tune, _tied(captured) if captured else ()]
+    kinds: Any = (
+        None if modes is None else [modes, counts, backend, sequences, num_outputs, tune, _tied(captured) if len(captured) > 1 else ()]
+    )
     alive: list[Tensor | None] = []
     for t in tensors if modes is not None else ():  # a plain loop: every call comes here
         if t is None:
@@ -57,7 +59,7 @@ def run_core(
     key = None if kinds is None else tuple(kinds)
     call = seen.calls.get(key)
     if call is not None:
-        given = _read_by(call, alive, captured) if captured else alive
+        given = alive if call.captured == tuple(captured) else _read_by(call, alive, captured)
         try:
             if (fork.forked or (call.runs_ops and any_autocast())) and disturbed():
                 with undisturbed():
