@@ -89,33 +89,13 @@ def _inlined(dynamo: Any, tx: Any, name: str, args: Sequence[Any], kwargs: dict[
 
 
 def _loop(dynamo: Any, tx: Any, args: Sequence[Any]) -> Any:
-    """The call of a core that no kernel expresses as Dynamo traces it, reading what the `FlexSN` owns."""
-    _, owner, inputs, states, params, *_ = args
-    if owner.is_python_constant():
-        return _inlined(dynamo, tx, "flexsn_core_scan", args, {})
-    owned, before = _owned_proxies(dynamo, tx, owner), set(tx.output.graph.nodes)
-    results = _inlined(dynamo, tx, "flexsn_core_scan", args, {})
-    made = [node for node in tx.output.graph.nodes if node not in before]
-    _read_owned(tx, made, owned, [*inputs.items, *states.items, *params.items])
-    return results
+    """Trace the call of a core that no kernel expresses by PyTorch's own scan. It reads what the cells of the core hold."""
+    from torch._dynamo.exc import Unsupported  # 2.11, 2.13
 
-
-def _read_owned(tx: Any, nodes: Sequence[fx.Node], owned: dict[int | None, fx.Proxy], operands: Sequence[Any]) -> None:
-    """Let `nodes`, which Dynamo made of a core, read the tensors that the `FlexSN` owns in place of those that the core captured."""
-    from torch._dynamo.exc import Unsupported
-
-    tracer = tx.output.current_tracer
-    outer = {inner.node: proxy.node for proxy, inner in tracer.lifted_freevars.items() if isinstance(inner, fx.Proxy)}
-    passed = {v.as_proxy().node for v in operands if not v.is_python_constant()}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            own = owned.get(_given(outer.get(source, source)))
-            if own is None or own.node is source:
-                continue
-            own = tracer.maybe_lift_tracked_freevar_to_input(own)
-            if source in passed or _kind(own.node) != _kind(source):
-                raise Unsupported("a core that no kernel expresses, of a copied neuron whose tensors differ in kind: it runs uncompiled")
-            node.replace_input_with(source, own.node)
+    owner = args[1]
+    if not owner.is_python_constant() and any(given != _given(own.node) for given, own in _owned_proxies(dynamo, tx, owner).items()):
+        raise Unsupported("a core that no kernel expresses, of a neuron that holds other tensors than its core's cells: it runs uncompiled")
+    return _inlined(dynamo, tx, "flexsn_core_scan", args, {})
 
 
 def _constant(variable: Any) -> Any:
@@ -123,12 +103,6 @@ def _constant(variable: Any) -> Any:
     from torch._dynamo.variables.tensor import SymNodeVariable  # 2.11, 2.13
 
     return variable.evaluate_expr() if isinstance(variable, SymNodeVariable) else variable.as_python_constant()
-
-
-def _kind(node: fx.Node) -> tuple:
-    """What a trace depends on of a tensor that is read in another's place."""
-    fake = node.meta["example_value"]
-    return fake.shape, fake.stride(), fake.dtype, fake.device, torch.is_grad_enabled() and fake.requires_grad
 
 
 def _core_scan_variable(dynamo: Any) -> type:
