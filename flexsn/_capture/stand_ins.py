@@ -27,6 +27,7 @@ from .user_code import (
     CONTAINERS,
     INTERNALS,
     WHOLE,
+    class_behind,
     functions_in,
     globals_in,
     is_library,
@@ -226,7 +227,7 @@ class Walk:
                 f"captures `{path or 'the core'}`, a ScriptModule, whose code flexsn cannot see", core=core_name(self._root),
                 hint="Capture the module that it was made from.",
             ))  # fmt: skip
-        made = self._remember(module, object.__new__(type(module)))
+        made = self._remember(module, object.__new__(class_behind(module)))
         held = dict(vars(module))
         object.__setattr__(made, "__dict__", held)
         prefix = f"{path}." if path else ""

@@ -107,3 +107,8 @@ def globals_in(code: types.CodeType) -> tuple[str, ...]:
     """Return names of globals that a function reads."""
     found = (i.argval for part in _nested(code) for i in dis.get_instructions(part) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return tuple(dict.fromkeys(name for name in found if not name.startswith("@")))  # `@...`: pytest's, in the asserts of tests
+
+
+def class_behind(value: Any) -> type:
+    """Return the class of a value, past the one that `make_fx` gives a module that it finds under two names."""
+    return next(cls for cls in type(value).__mro__ if all(base.__module__ != "torch.fx.experimental.proxy_tensor" for base in cls.__mro__))
