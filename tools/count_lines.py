@@ -18,7 +18,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "flexsn"
 AROUND = {"neurons", "lowlevel", "_viz", "_report", "interchange", "_cli"}  # what stands on the engine
-CEILINGS = {"engine": 9_600, "package": 15_400, "C++": 341}
+CEILINGS = {"lowlevel": 1_000, "engine": 9_600, "package": 15_400, "C++": 341}
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -64,6 +64,7 @@ def main() -> int:
         for name, count in folders.items():
             print(f"{count:6,} {name}")
     found = {
+        "lowlevel": folders["lowlevel"],
         "engine": sum(count for name, count in folders.items() if name not in AROUND),
         "package": folders.total(),
         "C++": sum(cpp_lines(path.read_text()) for path in PACKAGE.rglob("*") if path.suffix in (".h", ".cpp")),

@@ -8,6 +8,9 @@ Forward: walks T once, states kept; with `checkpoint`, the states at the start o
 stored (all but the first chunk's, which are the initial states). Backward: walks the chunks in reverse; in each it
 recomputes the states from the checkpoint (`advance`), then runs the VJP steps from the last to the first. A kernel for few steps has
 no more than one full chunk and a rest: the states at the start of the rest are recomputed, too, and nothing is stored.
+
+Checkpoints are one policy of what a forward saves for its backward. The other one, of `flexsn.lowlevel`, saves intermediates of every step:
+they are outputs of the forward's graph and inputs of the backward's, which reads no states, and so recomputes nothing.
 """
 
 from __future__ import annotations

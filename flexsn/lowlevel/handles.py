@@ -93,10 +93,8 @@ def attach_flexsn_handle_finalizer(owner: Any, handle: Any) -> weakref.finalize:
     Raises:
         RuntimeError: there is no such handle.
     """
-    number = handle_number(handle)
-    with _lock:
-        _known(number)
-    return weakref.finalize(owner, release_flexsn_kernel_handle, number)
+    get_flexsn_kernel_handle(handle)
+    return weakref.finalize(owner, release_flexsn_kernel_handle, handle_number(handle))
 
 
 def handle_number(handle: Any) -> int:
