@@ -1,5 +1,6 @@
 """Fused against eager: everything that a call gives, and every gradient by name."""
 
+import contextlib
 import linecache
 import re
 
@@ -122,3 +123,13 @@ def line_of(function, text):
 def words(text):
     """A regular expression that finds `text` literally."""
     return re.escape(text)
+
+
+@contextlib.contextmanager
+def without_graph_caches():
+    """Inductor and AOTAutograd compile every graph anew; headers and generated sources that were compiled before serve again."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield

@@ -17,10 +17,11 @@ import pytest
 import torch
 from cores import adlif, leaky, lif, plif, relu_mem
 from functorch.compile import make_boxed_func
+from helpers import without_graph_caches
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._inductor.utils import run_and_get_code
 from torch.nn.utils import parametrize
 
 import flexsn
@@ -494,7 +495,7 @@ def test_a_view_of_a_carried_state_is_a_result_too():
 
     x, net = torch.randn(4, 2, 3, 8, 8), WithState()
     eager = copy.deepcopy(net)
-    with config.patch(force_layout_optimization=True), fresh_cache():
+    with config.patch(force_layout_optimization=True), without_graph_caches():
         compiled = torch.compile(net, fullgraph=True)
         for _ in range(2):
             for got, want in zip(compiled(x), eager(x), strict=True):
@@ -525,7 +526,7 @@ def test_the_backward_of_pooling_gives_memory_in_the_order_of_its_dims(batch):
     """A batch of one has the stride of time: which of the two is the outer dim cannot be read from strides."""
     torch.manual_seed(0)
     net = nn.Sequential(PerStep(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)), flexsn.LIF(), PerStep(nn.MaxPool2d(2)))
-    with fresh_cache():
+    with without_graph_caches():
         assert_compiles(net, (torch.randn(4, batch, 2, 2, 2),), backend="inductor", tolerance={"rtol": 1e-4, "atol": 1e-4})
 
 
@@ -535,7 +536,7 @@ def test_inputs_are_made_again_in_the_backward():
     net = nn.Sequential(PerStep(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)), flexsn.LIF())
     x, want = torch.randn(4, 2, 2, 4, 4), copy.deepcopy(net)
     compiled = torch.compile(net, fullgraph=True)
-    with fresh_cache():
+    with without_graph_caches():
         grads, (_, backward) = run_and_get_code(lambda: torch.autograd.grad(compiled(x).square().sum(), list(net.parameters())))
     assert ".neg()" in backward
     assert_close(grads, torch.autograd.grad(want(x).square().sum(), list(want.parameters())), rtol=1e-4, atol=1e-4)
@@ -869,7 +870,7 @@ def test_the_prologue_is_ordinary_nodes_beside_one_kernel_for_any_length(make):
 def test_inductor_fuses_the_prologue_with_what_makes_the_params():
     raw, x = torch.rand(8), torch.randn(5, 3, 8)
     call = lambda raw, x: flexsn.scan(plif, [x], [None], [raw.exp() * 0.5]).outputs[0]
-    with torch.no_grad(), fresh_cache():
+    with torch.no_grad(), without_graph_caches():
         got, code = run_and_get_code(torch.compile(call, fullgraph=True), raw, x)
         torch.testing.assert_close(got, call(raw, x))
     (code,) = code

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from cores import lif, relu_mem
+from helpers import without_graph_caches
 from torch import nn
-from torch._inductor.utils import fresh_cache
 
 from flexsn import FlexSN
 from flexsn._program import serialize as text
@@ -36,7 +36,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(prologue_fusion, "DEVICES", {"cpu", "cuda"})
     monkeypatch.setattr(prologue_fusion, "with_chain", noting)
     torch._dynamo.reset()
-    with fresh_cache():  # which knows nothing of what is set here
+    with without_graph_caches():  # which knows nothing of what is set here
         yield found
     torch._dynamo.reset()
 
@@ -73,7 +73,7 @@ def both(model, *inputs, **options):
     got = results(model, torch.compile(model, fullgraph=True, **options), *inputs)
     prologue_fusion.DEVICES.clear()
     torch._dynamo.reset()
-    with fresh_cache():
+    with without_graph_caches():
         return got, results(other, torch.compile(other, fullgraph=True, **options), *inputs)
 
 
