@@ -254,11 +254,11 @@ def is_light(found):
 @pytest.mark.parametrize(
     "target, names",
     [
-        ("sm_90", ["lif"]),
+        pytest.param("sm_90", ["lif"], marks=pytest.mark.slow),
         pytest.param("sm_90", [n for n in BUILT if n != "lif"], marks=pytest.mark.slow),
         pytest.param("sm_80", list(BUILT), marks=pytest.mark.slow),
     ],
-    ids=["sm_90-quick", "sm_90-rest", "sm_80-all"],
+    ids=["sm_90-lif", "sm_90-rest", "sm_80-all"],
 )
 def test_builds(target, names):
     """Every kernel at every tile, without a GPU: no register spilled, and few enough of them."""
@@ -604,7 +604,7 @@ def watched(monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("T", [1, 16, 33, *(pytest.param(T, marks=pytest.mark.slow) for T in (6, 15, 21, 32))])
+@pytest.mark.parametrize("T", [1, 16, *(pytest.param(T, marks=pytest.mark.slow) for T in (6, 15, 21, 32, 33))])
 def test_nothing_outside_of_the_arrays_is_touched(watched, poison, T, ahead):
     watched(ahead)
     for state in (None, torch.randn(3, 5)):

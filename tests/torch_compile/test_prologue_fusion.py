@@ -86,8 +86,10 @@ def assert_close(got, want):
 
 
 # --- what is fused -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("T", [1, 4, 40])
+@pytest.mark.parametrize(
+    ("T", "train"),
+    [(4, True), (1, False), *(pytest.param(*at, marks=pytest.mark.slow) for at in ((1, True), (4, False), (40, True), (40, False)))],
+)
 def test_batch_norm(fused, T, train):
     model = Block(neuron()).train(train)
     got, want = both(model, torch.randn(T, 2, 3, 7, 5))
@@ -214,6 +216,7 @@ def test_an_input_that_is_also_returned(fused):
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_checkpoints_do_not_depend_on_it(fused):
     both(Block(neuron()), torch.randn(40, 2, 3, 7, 5))
     for program, longer in fused:
