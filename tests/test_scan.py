@@ -12,7 +12,9 @@ from cores import adlif, leaky, lif
 from helpers import check, evaluate, on_cpu
 
 import flexsn
+from flexsn._ir.roles import Kind
 from flexsn._operator import call as run
+from flexsn._runtime.launch import Launch
 from flexsn.errors import DoubleBackwardError, FallbackWarning
 
 f64 = torch.float64
@@ -115,10 +117,14 @@ def test_a_kernel_writes_only_what_is_wanted():
 
 
 def test_nothing_requires_grad_nothing_saved(monkeypatch):
-    saves = []
-    original = run.Call.forward
-    monkeypatch.setattr(run.Call, "forward", lambda call, given: saves.append(call.differentiable) or original(call, given))
-    x, v, decay = torch.randn(5, 4), torch.randn(4), torch.tensor(0.5)
+    saves, launched = [], Launch.run
+
+    def spied(launch, *given, **options):
+        saves.append(any(role.kind is Kind.CHECKPOINT for role in launch.places))
+        return launched(launch, *given, **options)
+
+    monkeypatch.setattr(Launch, "run", spied)
+    x, v, decay = torch.randn(50, 4), torch.randn(4), torch.tensor(0.5)
     y = flexsn.scan(leaky, [x], [v], [decay]).outputs[0]
     assert not y.requires_grad and saves == [False]
     with torch.no_grad():

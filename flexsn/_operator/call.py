@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._capture.signature import broadcasts
 from .._ir.graph import HALF
 from .._ir.roles import Kind, Role, roles
 from .._program.captured import Shapes, rescale
@@ -104,12 +105,12 @@ class Call:
 
     def _prepare_forward(self) -> None:
         """Set what a forward looks up."""
+        self.constant = self._constant() if self.differentiable else ()
         self.launch = self.forward_launch(self.differentiable)
         self.prologue = self.program.prologue if self.launch.params else None
         self.runs_ops = self.prologue is not None or (any(self.needs) and not self.differentiable)
         kept = (*self.results, *self.saved) if self.differentiable else self.results
         self.places = [self.launch.places[role] for role in kept]
-        self.constant = self._constant() if self.differentiable else ()
 
     def order_of(self, tensors: Tensors) -> Order | None:
         """The order of the step's dims in memory: that of the first input."""
@@ -121,6 +122,8 @@ class Call:
         """How a kernel reads a param or captured tensor where it lies: two sizes (`by_index`); None if it cannot."""
         assert param is not None
         if param.device != self.program.device or param.is_neg() or param._is_zerotensor() or (explicit and param.dtype in HALF):
+            return None
+        if not broadcasts(param.shape, self.shapes.step):  # the prologue computes with it
             return None
         found, inner, count = by_index(param.detach(), self.shapes.step, self.order)
         return (inner, count) if found.data_ptr() == param.data_ptr() else None

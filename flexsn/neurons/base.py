@@ -86,6 +86,7 @@ class Neuron(FlexSN):
             store_state_seqs=store_state_seqs, strict=strict, tune=tune, stateful=stateful, initial_states=initial_states,
         )  # fmt: skip
         self.per_channel = per_channel
+        self._modules.update({n: v for n, v in values.items() if isinstance(v, nn.Module)})  # past `add_module`: properties have the names
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         if self.per_channel is not None:
@@ -190,6 +191,11 @@ def _set(neuron: Neuron, value: Any, name: str) -> None:
     if name in neuron._own and name not in neuron._parameters and name not in neuron._buffers and isinstance(value, Tensor):
         neuron.__dict__[name] = value  # what a hook of pruning computes, before every call
         return
+    for table, kind in ((neuron._parameters, nn.Parameter), (neuron._buffers, Tensor)):  # as `load_state_dict(assign=True)` does
+        if name in table and isinstance(value, kind):
+            _check(type(neuron), name, value)
+            table[name] = value
+            return
     held = _get(neuron, name)
     if isinstance(held, nn.Module):
         raise ArgumentError(f"{cls}: `{name}` is a module of this neuron", hint="Make another neuron.")

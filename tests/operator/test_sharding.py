@@ -256,7 +256,7 @@ def check_captured(rank, world):
     mesh = init_device_mesh(device(), (world,))
     for make, name in (
         (lambda: flexsn.FlexSN(PLIF(8), num_states=1, strict=True), "core.w"),
-        (lambda: flexsn.FlexSN(capturing(8), 1, 1, strict=True), "captured.decay"),
+        (lambda: flexsn.FlexSN(capturing(8), 1, 1, strict=True), "decay"),
     ):
         torch.manual_seed(1)
         x = random(T, 4, 8)
