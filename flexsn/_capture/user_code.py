@@ -9,6 +9,7 @@ import numbers
 import os
 import sys
 import types
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ _NOT_OF_A_STEP = frozenset(
     "__init_subclass__ __class_getitem__".split()
 )
 _OF_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(namedtuple("Pair", "first").first))  # type: ignore[attr-defined]
 _PYTHONS = Path(os.__file__).parent
 _USERS = "flexsn.interchange"  # the part of flexsn whose classes are cores like a user's
 
@@ -70,7 +72,7 @@ def members(cls: type, *, made: bool) -> Iterator[tuple[type, str, Any]]:
     what makes one."""
     for base in users_bases(cls):
         for name, raw in list(vars(base).items()):
-            slot = isinstance(raw, (types.MemberDescriptorType, types.GetSetDescriptorType))
+            slot = isinstance(raw, _SLOTS)
             if not slot and name not in _NOT_OF_A_STEP and not (made and name in _OF_MAKING):
                 yield base, name, raw
 

@@ -59,7 +59,7 @@ def run_core(
     key = None if kinds is None else tuple(kinds)
     call = seen.calls.get(key)
     if call is not None:
-        given = alive if call.captured == tuple(captured) else _read_by(call, alive, captured)
+        given = alive if call.captured == tuple(captured) else read_by(call, alive, captured)
         try:
             if (fork.forked or (call.runs_ops and any_autocast())) and disturbed():
                 with undisturbed():
@@ -109,7 +109,7 @@ def _run_first(
             call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
             if tune and type(call) is run.Call:
                 tuning.tune(call)
-            results = run_call(call, _read_by(call, tensors, captured))
+            results = run_call(call, read_by(call, tensors, captured))
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
                 raise
@@ -128,9 +128,8 @@ def _run_first(
     return finals, state_seqs, outputs
 
 
-def _read_by(call: run.Call, tensors: Sequence[Tensor | None], captured: dict[str, Tensor]) -> Sequence[Tensor | None]:
-    """The operands, with those captured tensors after them that the call reads: a core that is a method of its network leads to all of
-    the network's."""
+def read_by(call: run.Call, tensors: Sequence[Tensor | None], captured: dict[str, Tensor]) -> Sequence[Tensor | None]:
+    """Return the operands, then those captured tensors that the call reads: a core that is a method leads to all of its network's."""
     if not captured:
         return tensors
     return (*tensors[: len(tensors) - len(captured)], *[captured[name] for name in call.captured])

@@ -30,9 +30,10 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def prepare(
-    core, seen: CapturedValues, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None
-) -> run.Call:
-    """Find or make the program for a call."""
+    core, seen: CapturedValues, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None,
+    build: bool = True,
+) -> run.Call:  # fmt: skip
+    """Find or make the program for a call, and `build` its kernels."""
     tensors = (*inputs, *states, *params, *captured.values())
     _refuse_overriding(sig, (*sig.names, *captured), tensors)
     traced = transforms_or_modes_active() or not all(t is None or is_plain(t) for t in tensors)
@@ -54,7 +55,7 @@ def prepare(
         trains = differentiable and any(_may_need_grad(t, transformed) for t in operands(program, True)[1])
         read, given = operands(program, trains)
         call = kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
-        if kind is run.Call:
+        if build and kind is run.Call:
             call.compile(given)
         return call
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .._capture.signature import core_name
 from .._operator.autograd import run_call, undisturbed
 from .._operator.call import Call
+from .._operator.dispatch import read_by
 from .._operator.fallback import unsaid
 from .._operator.prepare import prepare
 from .._plan.plan import KernelPlan
@@ -109,7 +110,8 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
     call, launches, problem = None, {}, None
     with torch.enable_grad(), undisturbed():
         try:
-            call = _call(subject)
+            call = _call(subject, build=False)  # what needs no kernel is shown where none can be built
+            call.compile(read_by(call, subject.tensors, subject.captured))
             launches = _launches(call)
         except (CannotFuseError, BackendUnavailableError) as error:
             problem = _problem(error, subject.bare)
@@ -122,13 +124,13 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
     return report
 
 
-def _call(subject: Subject) -> Call:
+def _call(subject: Subject, build: bool = True) -> Call:
     """The call whose kernels are shown: the one that runs, or where the eager loop was asked for, the one that could."""
     s, name = subject, subject.backend
     if name not in NAMES:
         raise BackendError(f"unknown backend {name!r}; there are {', '.join(map(repr, NAMES))}", core=s.sig.core)
     name = "auto" if name in ("torch", "hop") else name
-    return prepare(s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.captured, name, False, s.num_outputs)
+    return prepare(s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.captured, name, False, s.num_outputs, build)
 
 
 def _launches(call: Call) -> dict[str, Launch]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ def _above(spike: Spike, x: Tensor) -> Tensor:
 
 
 # its class: flexsn's function, of arguments with the same names; read-only, so that no call looks for changes in it
-_SPIKINGJELLY = MappingProxyType({
+_SPIKINGJELLY = {
     "ATan": surrogate.atan,
     "Erf": surrogate.erf,
     "FakeNumericalGradient": surrogate.fake_numerical_gradient,
@@ -77,7 +76,7 @@ _SPIKINGJELLY = MappingProxyType({
     "SoftSign": surrogate.soft_sign,
     "SquarewaveFourierSeries": surrogate.squarewave_fourier_series,
     "SuperSpike": lambda alpha: surrogate.super_spike(beta=1.0, height=alpha),
-})  # fmt: skip
+}  # fmt: skip
 
 _SNNTORCH = {  # its function: flexsn's, of arguments with the same names
     "atan": surrogate.atan,

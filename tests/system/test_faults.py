@@ -485,7 +485,7 @@ class Encoded(Dataset):
     def __getitem__(self, k):
         neuron.reset()
         y = neuron(torch.full((40, 3000), 0.1 * k))  # more neuron-steps than one thread takes
-        (grad,) = torch.autograd.grad(y.sum(), neuron.w)
+        (grad,) = torch.autograd.grad(y.sum(), w)
         return y.detach()[-1, 0], grad
 
 data = Encoded()

@@ -19,7 +19,7 @@ from flexsn._capture.trace import Meta
 from flexsn._codegen import cpp as render_cpp
 from flexsn._codegen.cpp_ops import TEXTS
 from flexsn._ir.ops import OPS
-from flexsn._operator import autograd as doors
+from flexsn._operator import call as calls
 from flexsn._program import cache as caching
 from flexsn._program.compiled import program_of
 from flexsn.errors import UnsupportedOpError
@@ -199,7 +199,7 @@ def fault_in_a_derivative(monkeypatch):
 
 
 def fault_in_strides(monkeypatch):
-    monkeypatch.setattr(doors, "as_rows", lambda tensor, step, leading, order: tensor.expand(*tensor.shape[:leading], *step))
+    monkeypatch.setattr(calls, "as_rows", lambda tensor, step, leading, order: tensor.expand(*tensor.shape[:leading], *step))
     case = small_case("{0}.relu()")
     return case.change(inputs=(Operand("x0", torch.randn(17, 65), "every other", grad=True),)), "forward"
 

@@ -497,7 +497,7 @@ def test_phase_planes_are_those_of_one_neuron_of_two_states(ax):
         (flexsn.LIF(), "core `LIF`: has 1 states"),
         (flexsn.HodgkinHuxley(), "has 4 states"),
         (torch.nn.Sequential(flexsn.ALIF()), "not of a network"),
-        (flexsn.ALIF(learn_tau=True, per_channel=3), r"is many neurons: `captured.tau` is \[3\]"),
+        (flexsn.ALIF(learn_tau=True, per_channel=3), r"is many neurons: `tau` is \[3\]"),
         (3, "the core must be callable, not int"),
         (torch.nn.Linear(2, 2), r"takes 1 operands \(input\) but was given 3"),
     ):
