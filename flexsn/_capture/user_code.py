@@ -32,7 +32,7 @@ _NOT_OF_A_STEP = frozenset(
     "__init_subclass__ __class_getitem__".split()
 )
 _OF_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
-_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(namedtuple("Pair", "first").first))  # type: ignore[attr-defined]
+_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(namedtuple("Pair", "first"))["first"]))
 _PYTHONS = Path(os.__file__).parent
 _USERS = "flexsn.interchange"  # the part of flexsn whose classes are cores like a user's
 

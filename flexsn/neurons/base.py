@@ -191,7 +191,8 @@ def _set(neuron: Neuron, value: Any, name: str) -> None:
     if name in neuron._own and name not in neuron._parameters and name not in neuron._buffers and isinstance(value, Tensor):
         neuron.__dict__[name] = value  # what a hook of pruning computes, before every call
         return
-    for table, kind in ((neuron._parameters, nn.Parameter), (neuron._buffers, Tensor)):  # as `load_state_dict(assign=True)` does
+    tables: tuple[tuple[dict[str, Any], type], ...] = ((neuron._parameters, nn.Parameter), (neuron._buffers, Tensor))
+    for table, kind in tables:  # as `load_state_dict(assign=True)` does
         if name in table and isinstance(value, kind):
             _check(type(neuron), name, value)
             table[name] = value
