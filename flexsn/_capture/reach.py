@@ -13,6 +13,7 @@ from .user_code import (
     CONSTANTS,
     CONTAINERS,
     INTERNALS,
+    NAMESPACES,
     WHOLE,
     functions_in,
     globals_in,
@@ -77,7 +78,7 @@ class Reach:
         elif isinstance(one, types.ModuleType):
             if not is_library(one.__name__):
                 yield from ((vars(one)[n], fixed) for n in self.names & vars(one).keys())
-        elif isinstance(one, nn.Module) or users_bases(type(one)) or isinstance(one, types.SimpleNamespace):
+        elif isinstance(one, nn.Module) or users_bases(type(one)) or isinstance(one, NAMESPACES):
             yield from self._of_instance(one, fixed)
 
     def _of_instance(self, one: Any, fixed: bool) -> Iterator[tuple[Any, bool]]:

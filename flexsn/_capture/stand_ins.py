@@ -26,6 +26,7 @@ from .user_code import (
     CONSTANTS,
     CONTAINERS,
     INTERNALS,
+    NAMESPACES,
     WHOLE,
     class_behind,
     functions_in,
@@ -206,7 +207,7 @@ class Walk:
         return made
 
     def _method(self, path: str, method: types.MethodType, own: bool) -> Any:
-        holder = self._visit(f"{path}.self" if path else "self", method.__self__)
+        holder = self._slot(f"{path}.self" if path else "self", (method.__self__,), 0, method.__self__)  # bound for good
         made = types.MethodType(
             self._visit(path, method.__func__) if isinstance(method.__func__, types.FunctionType) else method.__func__, holder
         )
@@ -381,7 +382,7 @@ class Walk:
     def _builtin(self, path: str, value: Any, own: bool) -> Any:
         owner = getattr(value, "__self__", None)
         if isinstance(owner, Tensor):
-            return getattr(self._visit(f"{path}.self", owner), value.__name__)
+            return getattr(self._slot(f"{path}.self", (owner,), 0, owner), value.__name__)
         if owner is None or isinstance(owner, (types.ModuleType, type)):
             return self._as_it_is(path, value)
         if isinstance(owner, (collections.abc.Iterator, random.Random)):
@@ -421,7 +422,7 @@ class Walk:
             self._frozen(path, value)
             self._shells.append((path, made))
             return self._remember(value, made)
-        if users_bases(type(value)) or isinstance(value, types.SimpleNamespace):
+        if users_bases(type(value)) or isinstance(value, NAMESPACES):
             return self._object(path, value)
         return self._frozen(path, value)
 

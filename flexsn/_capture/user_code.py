@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dis
 import enum
 import functools
@@ -22,6 +23,7 @@ CONSTANTS = (
     range, slice,
 )  # fmt: skip
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)  # where programs keep their settings
 INTERNALS = frozenset(vars(nn.Module()))
 WHOLE = frozenset(  # who names one of these may mean any attribute or child
     "children named_children modules named_modules parameters named_parameters buffers named_buffers state_dict get_submodule "

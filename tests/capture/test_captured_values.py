@@ -1,5 +1,6 @@
 """What a core captures: the contract of the README, sentence by sentence, in plain, compiled, exported and transformed calls."""
 
+import argparse
 import contextvars
 import copy
 import dataclasses
@@ -150,6 +151,29 @@ def test_a_core_captures_what_its_code_names_alone():
     """The network's other sixty layers are none of it."""
     names = {name.split(".")[1] for name in Net().neuron.captured_values().tensors() if name.startswith("self.")}
     assert names == {"w", "b", "taps", "listed"}
+
+
+@pytest.mark.parametrize("kind", [types.SimpleNamespace, argparse.Namespace])
+def test_namespaces_hold_settings(kind):
+    settings, x = kind(gain=2.0, w=torch.tensor(0.5, requires_grad=True)), torch.rand(5, 3)
+    core = lambda x, v: (x * settings.gain + settings.w + v, v)
+    for gain in (2.0, 3.0):
+        settings.gain = gain
+        for backend in ("auto", "torch"):
+            y = flexsn.scan(core, [x], [torch.zeros(3)], backend=backend, strict=backend == "auto").outputs[0]
+            (grad,) = torch.autograd.grad(y.sum(), settings.w)
+            torch.testing.assert_close(y, x * gain + 0.5)
+            assert grad == 15.0
+
+
+@pytest.mark.parametrize("name", ["mul", "__mul__", "split"])  # builtin methods, and one that PyTorch wrote in Python
+def test_bound_methods_of_tensors_captured(name):
+    for value in (1.0, 7.0):
+        held = torch.full((3,), value, requires_grad=True)
+        bound = getattr(held, name)
+        core = lambda x, v, bound=bound: ((bound(x) if name != "split" else bound(3)[0] * x) + v, v)
+        y = flexsn.scan(core, [torch.ones(2, 3)], [torch.zeros(3)], strict=name != "split").outputs[0]
+        assert torch.equal(y, torch.full((2, 3), value)) and torch.autograd.grad(y.sum(), held)[0].sum() == 6.0
 
 
 # --- 2: what is taken as it is, and what is refused ---------------------------------------------------------------------------
