@@ -35,24 +35,26 @@ from .scan import ScanResult, scan
 
 if TYPE_CHECKING:
     from . import lowlevel
+    from ._operator.dtensor import neuron_parallel
     from ._report import explain
 
 __all__ = [
     "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
     "Izhikevich", "LeakyIntegrator", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult", "Synaptic",
     "TwoCompartmentLIF", "__version__", "convert", "decompose", "detach_states", "errors", "explain", "from_nir", "lowlevel",
-    "monitor", "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
+    "monitor", "neuron_parallel", "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
 ]  # fmt: skip
+
+
+_LATE = {"explain": "._report", "neuron_parallel": "._operator.dtensor"}
 
 
 def __getattr__(name: str) -> object:
     """What is imported when it is used first."""
-    if name == "explain":
-        from ._report import explain
-
-        return explain
     if name == "lowlevel":
         return importlib.import_module(".lowlevel", __name__)
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

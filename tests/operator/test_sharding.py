@@ -17,8 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flexsn
-from flexsn import surrogate
-from flexsn._operator.dtensor import neuron_parallel
+from flexsn import neuron_parallel, surrogate
 from flexsn.errors import FallbackWarning, ShardingError
 
 T, SHAPE = 9, (4, 8, 6)  # batch, channels, space: the last is not divisible by four
