@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def test_every_stage_is_there():
 def test_private_directories_are_marked():
     assert {name for name in SUBPACKAGES if not name.startswith("_")} == {"neurons", "lowlevel", "interchange"}
     assert len([p for p in FILES if p.parent == PACKAGE]) + 1 <= 8
+
+
+def test_files_and_directories_stay_small():
+    """At most 400 lines in a file. At most 12 modules in a directory, beside its `__init__.py`."""
+    assert [name_of(p) for p in FILES if len(p.read_text().splitlines()) > 400] == []
+    counts = Counter(p.parent.name for p in FILES if p.name != "__init__.py")
+    assert {name: count for name, count in counts.items() if count > 12} == {}
 
 
 def test_packages_are_shipped():
@@ -171,6 +179,7 @@ def test_public_names():
         "from_nir",
         "lowlevel",
         "monitor",
+        "neuron_parallel",
         "plot",
         "neurons",
         "reset_net",

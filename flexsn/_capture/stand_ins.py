@@ -7,20 +7,19 @@ of their globals, containers are copied. Whatever the core writes lands there, a
 from __future__ import annotations
 
 import collections.abc
-import contextvars
 import copy
 import functools
-import random
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..errors import CannotFuseError, RandomOpError, SideEffectError, UnsupportedValueError
+from ..errors import CannotFuseError
 from .reach import Reach
+from .refusals import refusal_of
+from .shells import Shells
 from .signature import core_name
 from .user_code import (
     CONSTANTS,
@@ -39,11 +38,6 @@ from .user_code import (
 )
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_STATE = "What changes from step to step is a state: take it as an argument and return its new value."
-_HOOK = (
-    "A hook of a module may set it (`torch.nn.utils.prune`, the old `weight_norm`): make that permanent with `prune.remove(module, name)`, "
-    "or use `torch.nn.utils.parametrize`."
-)
 
 
 class Walk:
@@ -69,7 +63,7 @@ class Walk:
         self._memo: dict[int, Any] = {}
         self._first: dict[int, str] = {}
         self._alive: list[Any] = []  # so that ids stay unique
-        self._shells: list[tuple[str, Any]] = []
+        self._shells = Shells()
         self._hooked = False
         self.made: dict[str, Tensor] = {}
         self.places: dict[str, tuple[Any, Any]] = {}
@@ -84,29 +78,17 @@ class Walk:
         self.simple = True
         self.refusal: CannotFuseError | None = None
         self.core = self._visit("", core, own=True)
-        self._before = [_held(shell) for _, shell in self._shells]
+        self._shells.settle()
 
-    # --- what the core writes ------------------------------------------------------------------------------------------
     def checked(self) -> Callable:
         """Return the core on stand-ins; every run of it raises if it wrote to what it captured."""
 
         def run(*operands: Any) -> Any:
             returned = self.core(*operands)
-            self.refuse_writes()
+            self._shells.refuse_writes(core_name(self._root), self._hooked)
             return returned
 
         return run
-
-    def refuse_writes(self) -> None:
-        """Raise `SideEffectError` if the core wrote to a stand-in."""
-        for (path, shell), before in zip(self._shells, self._before, strict=True):
-            now = _held(shell)
-            changed = [k for k in now.keys() | before.keys() if now.get(k, _MISSING) is not before.get(k, _MISSING)]
-            if changed:
-                where = ".".join(filter(None, (path, changed[0] if isinstance(changed[0], str) and not isinstance(shell, set) else "")))
-                raise SideEffectError(
-                    f"changes `{where}` while it runs", core=core_name(self._root), hint=_HOOK if self._hooked else _STATE
-                )
 
     # --- places --------------------------------------------------------------------------------------------------------
     def _slot(self, path: str, holder: Any, key: Any, value: Any, own: bool = False) -> Any:
@@ -186,7 +168,7 @@ class Walk:
             except ValueError:  # the variable is not bound yet
                 continue
             new.cell_contents = value if name == "__class__" else self._slot(prefix + name, cell, None, value, own)
-            self._shells.append((prefix + name, new))
+            self._shells.add(prefix + name, new)
         names = code.co_varnames[: code.co_argcount]
         defaults = fn.__defaults__ or ()
         made.__defaults__ = fn.__defaults__ and tuple(
@@ -202,8 +184,8 @@ class Walk:
                 self.simple &= vars(sys.modules.get(fn.__globals__.get("__name__", ""), types)) is fn.__globals__
                 variables[name] = self._slot(prefix + name, fn.__globals__, name, variables[name])
         made.__dict__.update({n: self._slot(f"{prefix}{n}", vars(fn), n, v) if n in self._names else v for n, v in vars(fn).items()})
-        self._shells.append((path, variables))
-        self._shells.append((path, made.__dict__))
+        self._shells.add(path, variables)
+        self._shells.add(path, made.__dict__)
         return made
 
     def _method(self, path: str, method: types.MethodType, own: bool) -> Any:
@@ -223,11 +205,8 @@ class Walk:
         return self._remember(value, made)
 
     def _module(self, path: str, module: nn.Module, own: bool) -> Any:
-        if isinstance(module, torch.jit.ScriptModule):
-            return self._refuse(path, module, UnsupportedValueError(
-                f"captures `{path or 'the core'}`, a ScriptModule, whose code flexsn cannot see", core=core_name(self._root),
-                hint="Capture the module that it was made from.",
-            ))  # fmt: skip
+        if (error := refusal_of(path, module, self._root)) is not None:
+            return self._refuse(path, module, error)
         made = self._remember(module, object.__new__(class_behind(module)))
         held = dict(vars(module))
         object.__setattr__(made, "__dict__", held)
@@ -247,7 +226,7 @@ class Walk:
                     mine[name] = self._slot(prefix + name, given, name, value)
                 elif value is None:
                     self.items.append((given, name, value))
-            self._shells.append((path, mine))
+            self._shells.add(path, mine)
         for table in _HOOKS:
             hooks = vars(module)[table]
             held[table] = type(hooks)(hooks)
@@ -259,7 +238,7 @@ class Walk:
                 named = name in self._names or self._whole if users else isinstance(value, CONSTANTS)
                 if name not in INTERNALS and named:
                     held[name] = self._slot(prefix + name, vars(module), name, value)
-        self._shells.append((path, held))
+        self._shells.add(path, held)
         return made
 
     def _object(self, path: str, value: Any) -> Any:
@@ -281,7 +260,7 @@ class Walk:
         for name, one in own.items():
             if name in self._names or self._whole:
                 held[name] = self._slot(prefix + name, own, name, one)
-        self._shells.append((path, held))
+        self._shells.add(path, held)
         return made
 
     def _class_of(self, path: str, value: Any, held: dict[str, Any]) -> None:
@@ -342,14 +321,14 @@ class Walk:
         made.__dict__.update(vars(module))
         for name in sorted(self._names & vars(module).keys()):
             made.__dict__[name] = self._slot(f"{path}.{name}", vars(module), name, vars(module)[name])
-        self._shells.append((path, made.__dict__))
+        self._shells.add(path, made.__dict__)
         return made
 
     def _list(self, path: str, value: list, own: bool) -> Any:
         made = self._remember(value, [] if type(value) is list else copy.copy(value))
         self._holds(path, value)
         made[:] = [self._slot(f"{path}.{k}", value, k, one, own) for k, one in enumerate(value)]
-        self._shells.append((path, made))
+        self._shells.add(path, made)
         return made
 
     def _dict(self, path: str, value: dict, own: bool) -> Any:
@@ -357,7 +336,7 @@ class Walk:
         self._holds(path, value)
         self.constants.append((path, "keys", tuple(map(repr, value))))
         made.update({k: self._slot(f"{path}.{k}", value, k, one, own) for k, one in value.items()})
-        self._shells.append((path, made))
+        self._shells.add(path, made)
         return made
 
     def _holds(self, path: str, value: Any) -> None:
@@ -385,33 +364,14 @@ class Walk:
             return getattr(self._slot(f"{path}.self", (owner,), 0, owner), value.__name__)
         if owner is None or isinstance(owner, (types.ModuleType, type)):
             return self._as_it_is(path, value)
-        if isinstance(owner, (collections.abc.Iterator, random.Random)):
-            return self._draws(path, owner)
+        if (error := refusal_of(path, owner, self._root)) is not None:
+            return self._refuse(path, value, error)
         return self._frozen(path, value)
-
-    def _draws(self, path: str, value: Any) -> Any:
-        if isinstance(value, collections.abc.Iterator):
-            hint = "Draw before the call, for the whole sequence, and pass it as one more input [T, *shape]."
-            return self._refuse(path, value, SideEffectError(
-                f"draws from the iterator `{path}`, which changes it", core=core_name(self._root), hint=hint
-            ))  # fmt: skip
-        hint = "Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape]."
-        kind = "a `random.Random`" if isinstance(value, random.Random) else "a generator of numpy"
-        return self._refuse(path, value, RandomOpError(f"draws from `{path}`, {kind}", core=core_name(self._root), hint=hint))
 
     def _other(self, path: str, value: Any) -> Any:
         module = type(value).__module__.partition(".")[0]
-        if isinstance(value, contextvars.ContextVar):
-            return self._refuse(path, value, UnsupportedValueError(
-                f"reads the context variable `{path}`, whose value differs from context to context", core=core_name(self._root),
-                hint="Read it outside, and pass a tensor or a number.",
-            ))  # fmt: skip
-        numpy = sys.modules.get("numpy")
-        drawn = isinstance(value, random.Random) or (
-            numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
-        )
-        if drawn or isinstance(value, collections.abc.Iterator):
-            return self._draws(path, value)
+        if (error := refusal_of(path, value, self._root)) is not None:
+            return self._refuse(path, value, error)
         if isinstance(value, frozenset) and all(isinstance(one, CONSTANTS) for one in value):
             self.constants.append((path, "frozenset", tuple(sorted(map(repr, value)))))
             return self._remember(value, value)
@@ -420,25 +380,15 @@ class Walk:
         if isinstance(value, (set, collections.deque)):
             made = copy.copy(value)
             self._frozen(path, value)
-            self._shells.append((path, made))
+            self._shells.add(path, made)
             return self._remember(value, made)
         if users_bases(type(value)) or isinstance(value, NAMESPACES):
             return self._object(path, value)
         return self._frozen(path, value)
 
 
-_MISSING, _EMPTY = object(), types.CellType()
 _REBUILD: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (Tensor, Walk._tensor), (nn.Module, Walk._module), (types.FunctionType, Walk._function), (types.MethodType, Walk._method),
     (functools.partial, Walk._partial), (list, Walk._list), (dict, Walk._dict), (tuple, Walk._tuple), (type, Walk._type),
     (types.ModuleType, Walk._namespace), ((types.BuiltinFunctionType, types.MethodWrapperType), Walk._builtin),
 )  # fmt: skip
-
-
-def _held(shell: Any) -> dict[Any, Any]:
-    """Return what a stand-in holds, by key."""
-    if isinstance(shell, dict):
-        return dict(shell)
-    if isinstance(shell, types.CellType):
-        return {"": shell.cell_contents} if shell != _EMPTY else {}
-    return dict(enumerate(shell)) if isinstance(shell, (list, collections.deque)) else {repr(one): _MISSING for one in shell}

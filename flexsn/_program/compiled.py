@@ -23,8 +23,7 @@ from .._capture.signature import Signature
 from .._capture.trace import Meta
 from .._ir.roles import Kind, Role, of_kind, roles
 from .._plan import plan
-from .._runtime.backends import BACKENDS
-from .._runtime.kernel import Kernel, NoKernel
+from .._runtime.backends import BACKENDS, Kernel, NoKernel
 from .._torch.tensors import is_symbolic
 from ..errors import CannotFuseError
 from .captured import Blueprint, draw

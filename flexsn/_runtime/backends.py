@@ -1,18 +1,59 @@
-"""The backends, each in one row, and which one serves a call. To add one: add a row here."""
+"""What a loaded kernel is, and the backends that load them, each in one row, and which one serves a call. To add one: add a row here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from .._codegen import cpp as render_cpp
 from .._codegen import triton as render_triton
 from .._plan import plan
 from ..errors import BackendError, BackendUnavailableError
 from . import cpp_kernel, triton_kernel
-from .kernel import Kernel
+
+Run = Callable[[list[Tensor], Sequence[int]], None]
+
+
+class Kernel(Protocol):
+    """A plan, its source text and the code made of it.
+
+    A backend's kernel may have more: those that are built for the sizes of a call (`Backend.lazy`) have `expect(N, index)`, which
+    starts to build early.
+    """
+
+    @property
+    def plan(self) -> plan.KernelPlan: ...
+
+    @property
+    def source(self) -> str: ...
+
+    def bind(self, present: Sequence[bool], T: int, N: int) -> Run:
+        """Return what runs the kernel over T steps of N neurons.
+
+        Args:
+            present: of each of `plan.arguments`, whether calls pass it. Rows may be absent (zeros then), and checkpoints of calls
+                that have none.
+
+        Returns:
+            `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param (`inner`, `count`: neuron i
+            reads element `(i // inner) % count`). It writes to those of `plan.writes`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NoKernel:
+    """The kernel of a plan that writes nothing: no gradient that is asked for exists."""
+
+    plan: plan.KernelPlan
+    source: str = ""
+
+    def bind(self, present: Sequence[bool], T: int, N: int) -> Run:
+        return lambda arrays, dims: None
 
 
 @dataclass(frozen=True)

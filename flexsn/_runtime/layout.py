@@ -56,11 +56,6 @@ def rows(tensor: Tensor, step: tuple[int, ...], leading: int, order: Order | Non
     return dense(tensor, leading, order)
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a kernel can read an operand of the step shape as it is, in the order of its own dims."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
-
-
 def plain(tensor: Tensor) -> Tensor:
     """With memory of its own and no lazy sign: kernels read what a pointer leads to."""
     if tensor._is_zerotensor():
