@@ -36,6 +36,7 @@ from ._surrogate_arguments import (
     refuse_learned,
     takes,
 )
+from ._torch.autograd import transformed
 from .errors import ArgumentError
 
 __all__ = [
@@ -93,8 +94,7 @@ class _TransformedSpike(torch.autograd.Function):
 def _apply(x: Tensor, step: Function, gradient: Function) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return _Spike.apply(x, step, gradient)
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.13
-    return (_TransformedSpike if transformed else _Spike).apply(x, step, gradient)
+    return (_TransformedSpike if transformed() else _Spike).apply(x, step, gradient)
 
 
 def _reaches(x: Tensor) -> Tensor:

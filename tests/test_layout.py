@@ -85,7 +85,11 @@ def test_packages_are_shipped():
 
 
 def test_errors_and_opset_stand_alone():
-    assert MODULES["errors"] == set() and MODULES["_ir.ops"] == set() and MODULES["surrogate"] == {"errors", "_surrogate_arguments"}
+    assert (
+        MODULES["errors"] == set()
+        and MODULES["_ir.ops"] == set()
+        and MODULES["surrogate"] == {"errors", "_surrogate_arguments", "_torch.autograd"}
+    )
     assert MODULES["_surrogate_arguments"] == {"_torch.transforms", "errors"}
     assert [n for n, found in MODULES.items() if "_surrogate_arguments" in found] == ["surrogate"]
 
@@ -125,12 +129,10 @@ def test_importing_flexsn_imports_no_other_library():
     assert done.stdout.strip() == "[]"
 
 
-def test_private_names_of_torch_are_in_one_place():
-    allowed = {"prologue_fusion", "dynamo", "inductor", "lowering"}
-    for path in PACKAGE.glob("**/*.py"):
-        text = path.read_text()
-        if path.stem not in allowed and path.parent.name != "_torch":
-            assert "import torch._" not in text and "from torch._" not in text.replace("from torch._ops", ""), path.name
+def test_private_names_of_torch_stand_on_nothing():
+    """That they are in one place, `tests/torch_names/test_names.py` sees."""
+    below = set().union(*(found for name, found in MODULES.items() if name.startswith("_torch.")))
+    assert {name for name in below if not name.startswith("_torch.")} == {"errors", "_version"}
 
 
 def test_what_silences_a_check_says_why():

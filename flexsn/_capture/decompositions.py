@@ -203,6 +203,4 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     table = decomposition_table()
     if func in table:
         return table[func]
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
-        return func.decompose
-    return None
+    return func.decompose if func._can_decompose() else None  # 2.11, 2.13

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from .._torch.capture import FakeTensor, disable_modes
+from .._torch.tensors import unwatched
 from ..errors import CapturedTensorError, DeviceMismatchError, FlexSNError, UnsupportedOpError, UnsupportedValueError
 from .signature import DTYPES, Signature, dtype_hint, not_dense
 from .source_lines import INTERNAL, may_hold_cores, replayed
@@ -159,7 +160,7 @@ class Tape:
 def _number(make: Callable[[], Tensor]) -> Any:
     """The value of a tensor that nobody watches. (TorchScript and NumPy make tensors past PyTorch's functions: what watches these is on
     then.)"""
-    with disable_modes(), torch._C.DisableTorchFunction():
+    with disable_modes(), unwatched():
         return make().item()
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .._torch.tensors import OpOverload
+
 # The number: how many arguments may depend on the sum.
 LINEAR: dict[str, int] = {
     "aten::sum": 1, "aten::view": 1, "aten::_unsafe_view": 1, "aten::reshape": 1, "aten::expand": 1, "aten::permute": 1,
@@ -101,7 +103,7 @@ def nonlinear(graph: fx.Graph, cotangents: Sequence[fx.Node], of: Sequence[fx.No
         moving.update([node] if there or zero else ())
         behind.update([node] if behind.intersection(nodes) or zero else ())
         constant.update([node] if node not in behind and (users or constant.intersection(nodes)) else ())
-        if not there or not isinstance(node.target, torch._ops.OpOverload):
+        if not there or not isinstance(node.target, OpOverload):
             continue
         sums = users or node.target is torch.ops.aten.add.Tensor  # by which autograd adds up gradients
         added = sums and any(map(is_added, leaves(addends(node.target._schema.name, node.args))))

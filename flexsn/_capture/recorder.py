@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from .._ir.lowering import RULES
-from .._torch.capture import DYNAMIC_SHAPE_ERRORS, FakeTensor, TorchDispatchMode, disable_modes, lacks_fake_kernel
-from .._torch.tensors import functional_overload, memory_of
+from .._torch.capture import FakeTensor, TorchDispatchMode, depends_on_values, disable_modes, lacks_fake_kernel
+from .._torch.tensors import functional_overload, memory_of, unwatched
 from ..errors import (
     CoreError,
     FlexSNError,
@@ -86,7 +86,7 @@ class Recorder(Refusing, TorchDispatchMode):
 
     # --- the dispatcher calls here for every op -----------------------------------------------------------------------
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with self.remembering(), torch._C.DisableTorchFunction():
+        with self.remembering(), unwatched():
             return self.handle(func, args, kwargs or {})
 
     def handle(self, func, args, kwargs):
@@ -312,14 +312,14 @@ class Recorder(Refusing, TorchDispatchMode):
         fakes = mapped((args, kwargs), lambda t: t if isinstance(t, FakeTensor) else self.node_of(t).meta["val"])
         try:
             val = func(*fakes[0], **fakes[1])
-        except DYNAMIC_SHAPE_ERRORS:
-            raise NotElementwiseError(
-                f"the shape of `{op_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line(),
-                hint="Decide neuron by neuron: `torch.where(mask, a, b)`.",
-            ) from None  # fmt: skip
         except ValueError as error:  # of a fake view: params lie otherwise in the call
             raise UnsupportedOpError(f"`{op_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
         except RuntimeError as error:
+            if depends_on_values(func, error):
+                raise NotElementwiseError(
+                    f"the shape of `{op_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line(),
+                    hint="Decide neuron by neuron: `torch.where(mask, a, b)`.",
+                ) from None  # fmt: skip
             self.note_shape(list(_tensors((args, kwargs))))  # the core may catch it
             if lacks_fake_kernel(func, error):
                 raise self.error or self.untraceable(func) from None

@@ -23,7 +23,7 @@ from .._program.cache import program_from
 from .._runtime import fork as forks
 from .._runtime.layout import memory_order, same_shape
 from .._torch.aot_autograd import remade
-from .._torch.autograd import any_autocast, autocast_on, below_autograd, plain_apply, records_gradients, unwrap_if_dead
+from .._torch.autograd import autocast_on, below_autograd, plain_apply, records_gradients, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.tensors import has_storage
 from .._torch.transforms import is_plain, transforms_active, transforms_or_modes_active
@@ -139,7 +139,7 @@ class _Eager(torch.autograd.Function):
         call = ctx.call
         if torch.is_grad_enabled():
             _refuse_double_backward(call)
-        if (any_autocast() or forks.forked) and disturbed():
+        if (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or forks.forked) and disturbed():
             with undisturbed():
                 return _Eager.backward(ctx, *grads)
         needs = ctx.needs_input_grad

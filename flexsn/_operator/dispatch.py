@@ -13,7 +13,7 @@ from .._capture.captured_values import CapturedValues
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
 from .._runtime import fork
 from .._runtime.backends import check_backend
-from .._torch.autograd import any_autocast, call_modes, unwrap_if_dead
+from .._torch.autograd import call_modes, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active
 from ..errors import BackendUnavailableError, CannotFuseError, StaleStateError
@@ -61,7 +61,8 @@ def run_core(
     if call is not None:
         given = alive if call.captured == tuple(captured) else read_by(call, alive, captured)
         try:
-            if (fork.forked or (call.runs_ops and any_autocast())) and disturbed():
+            cast = call.runs_ops and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+            if (cast or fork.forked) and disturbed():
                 with undisturbed():
                     return run_call(call, given)
             if call.differentiable:

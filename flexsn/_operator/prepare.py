@@ -18,6 +18,7 @@ from .._program.symbolic_sizes import Sizes, exactly, settle_sizes
 from .._runtime.backends import choose_backend
 from .._runtime.memory import addresses
 from .._torch.autograd import records_gradients
+from .._torch.availability import TRANSFORMS, require
 from .._torch.capture import no_modes
 from .._torch.tensors import has_pointer, overrides_operators
 from .._torch.transforms import is_plain, transforms_active, transforms_or_modes_active
@@ -34,7 +35,9 @@ def prepare(
     build: bool = True,
 ) -> run.Call:  # fmt: skip
     """Find or make the program for a call, and `build` its kernels."""
-    tensors = (*inputs, *states, *params, *captured.values())
+    tensors, transformed = (*inputs, *states, *params, *captured.values()), transforms_active()
+    if transformed:
+        require(TRANSFORMS)
     _refuse_overriding(sig, (*sig.names, *captured), tensors)
     traced = transforms_or_modes_active() or not all(t is None or is_plain(t) for t in tensors)
     device = inputs[0].device
@@ -43,7 +46,6 @@ def prepare(
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
     refuse_forward_mode(sig.core, tensors)
-    transformed = transforms_active()
     differentiable = records_gradients() and any(_may_need_grad(t, transformed) for t in tensors)
 
     def operands(program: Program, trains: bool) -> tuple[tuple[str, ...], tuple[Tensor | None, ...]]:

@@ -14,7 +14,7 @@ from .._capture.side_effects import no_side_effects
 from .._capture.signature import Signature, noting_default_states
 from .._capture.trace import Meta
 from .._runtime.backends import backend_of
-from .._torch.availability import require
+from .._torch.availability import KERNELS, require
 from .._torch.capture import no_modes
 from ..errors import CannotFuseError
 from .captured import Shapes
@@ -86,7 +86,7 @@ def program_for(
             if shapes is not None:
                 break
         else:
-            require("fused kernels")
+            require(KERNELS)
             try:
                 states = metas[sig.num_inputs : ins]
                 dtype = metas[0].dtype  # type: ignore[union-attr]  # an input is there

@@ -23,6 +23,7 @@ from .._capture.trace import Meta
 from .._ir.graph import Builder, Graph, Node, Shape, elementwise, shape_of, verify
 from .._ir.identifiers import is_identifier
 from .._ir.roles import Role
+from .._torch.tensors import OpOverload
 from .._version import __version__
 from ..errors import ProgramTextError
 from .captured import Blueprint
@@ -239,7 +240,7 @@ def _operator(name: str) -> Callable[..., Any]:
     if namespace in _OUTSIDE or (namespace, packet) == ("aten", "from_file"):
         raise ValueError(f"{name!r} does more than compute")
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(found, OpOverload):
         raise ValueError(f"{name!r} is no operator")
     if found._schema.is_mutable:
         raise ValueError(f"{name!r} writes to its operands")

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .tracing import proxy_mode
+
 
 def remade(tensor: torch.Tensor) -> torch.Tensor:
     """An input of a neuron, as its backward takes it in a compiled graph.
@@ -31,14 +33,10 @@ def remade(tensor: torch.Tensor) -> torch.Tensor:
 
 def _made_pointwise(tensor: torch.Tensor) -> bool:
     """Whether the trace made this tensor elementwise, up to views and casts."""
-    from torch._subclasses.functional_tensor import FunctionalTensor  # 2.11, 2.13
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot  # 2.11, 2.13
-
-    mode = get_proxy_mode()
-    if mode is None or not isinstance(tensor, FunctionalTensor):
+    mode = proxy_mode()
+    if mode is None or not hasattr(tensor, "from_functional"):  # 2.11, 2.13: a functional tensor
         return False
-    slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
-    node: Any = None if slot is None else slot.proxy.node
+    node: Any = getattr(mode.tracer.unwrap_proxy(tensor.from_functional()), "node", None)  # a tensor is its own proxy where it has none
     while node is not None and opname(node.target) in _PASSED_THROUGH:
         node = node.args[0]
     return node is not None and torch.Tag.pointwise in getattr(node.target, "tags", ())

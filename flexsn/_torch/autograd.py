@@ -19,18 +19,24 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # a method of its base, in C++
 
 
-unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead  # 2.11, 2.13: as `Function.apply` does
+# As `Function.apply` does
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = getattr(torch._C._functorch, "unwrap_if_dead", lambda tensor: tensor)  # 2.11, 2.13
 
 
 def call_modes() -> tuple[bool, torch.dtype] | None:
     """Whether autograd records calls, and the default dtype; None under transforms, dispatch modes and in forward mode."""
     if (
-        torch._C._functorch.peek_interpreter_stack() is not None  # 2.11, 2.13
+        torch._C._functorch.get_interpreter_stack() is not None  # 2.11, 2.13
         or torch._C._len_torch_dispatch_stack() > 0  # 2.13
         or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.13
     ):
         return None
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), torch.get_default_dtype()
+
+
+def transformed() -> bool:
+    """Whether `torch.func` or forward mode is active."""
+    return torch._C._functorch.get_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.13
 
 
 def forward_ad_level() -> int:
@@ -45,20 +51,23 @@ def saved_tensors_hooks_there() -> bool:
 
 def saved_tensors_hooks_off() -> bool:
     """Whether saved-tensor hooks, and so checkpointing, are refused here, as inside `torch.func.grad`."""
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # 2.11, 2.13
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return False
+    except RuntimeError:
+        return True
 
 
 def autocast_on() -> bool:
-    """Whether autocast is on for CPUs or GPUs: the public calls, which read a name each, where it is on for anything."""
-    return any_autocast() and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
-
-
-any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # 2.11, 2.13
+    """Whether autocast is on for CPUs or GPUs."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def below_autograd() -> bool:
     """Whether autograd has had its turn: inside the rule of an operator for what comes after it."""
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)  # 2.11, 2.13
+    from torch._C import DispatchKey  # 2.11, 2.13
+
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)  # 2.11, 2.13
 
 
 def skipping_autograd() -> contextlib.AbstractContextManager:

@@ -1,7 +1,9 @@
-"""Which internal interfaces of PyTorch flexsn relies on, and what to say when one has moved.
+"""Which private names of PyTorch flexsn relies on, by feature, and what to say when one has moved.
 
-Each group is looked up when it is first needed. Where one is missing, a warning names it and the versions; what stands on
-it raises, so that `backend="auto"` takes the eager loop, and everything else goes on.
+Each group is looked up when its feature is first used. Where a name is missing, a warning names it, the feature and the versions.
+That feature is off, and everything else goes on. Without `KERNELS`, `TRANSFORMS` (under a transform) or `LOWLEVEL` a call raises, and
+`backend="auto"` takes the eager loop; without `COMPILE` or `TRACES` it runs between compiled parts; without `INDUCTOR` compiled
+code calls the kernels through the dispatcher; without `FUSION` batch norms stay outside of them; without `GPU` public calls serve.
 """
 
 from __future__ import annotations
@@ -17,116 +19,77 @@ from ..errors import BackendUnavailableError, InterfaceWarning
 
 KNOWN = " to ".join(TESTED_TORCH)  # versions of PyTorch in which all of these were seen
 
-INTERFACES = {
-    "fused kernels": (
-        "torch._subclasses.fake_tensor:FakeTensorMode",
-        "torch._subclasses.fake_tensor:FakeTensor",
-        "torch._subclasses.fake_tensor:DataDependentOutputException",
-        "torch._subclasses.fake_tensor:DynamicOutputShapeException",
-        "torch._subclasses.fake_tensor:UnsupportedFakeTensorException",
-        "torch._subclasses.fake_tensor:UnsupportedOperatorException",
-        "torch.utils._python_dispatch:_disable_current_modes",
-        "torch._decomp:decomposition_table",
-        "torch._prims_common:elementwise_dtypes",
-        "torch._prims_common:ELEMENTWISE_TYPE_PROMOTION_KIND",
-        "torch._ops:OpOverload",
-        "torch._dispatch.python:no_python_dispatcher",
-        "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
-        "torch._guards:tracing",
-        "torch.overrides:_pop_mode",
-        "torch.overrides:_push_mode",
-        "torch.utils._device:DeviceContext",
-        "torch.nn.utils.parametrize:_cache",
-        "torch.autograd.forward_ad:_current_level",
-        "torch.autograd:Variable._execution_engine.queue_callback",
-        "torch.autograd.graph:_engine_run_backward",
-        "torch._C:_current_graph_task_id",
-        "torch._C:_functorch.get_interpreter_stack",
-        "torch._C:_functorch.get_unwrapped",
-        "torch._C:_functorch.is_batchedtensor",
-        "torch._C:_functorch.peek_interpreter_stack",
-        "torch._C:_functorch.is_functorch_wrapped_tensor",
-        "torch._C:_functorch.unwrap_if_dead",
-        "torch._C:_functorch.TransformType.Functionalize",
-        "torch._C:_functorch.TransformType.Vmap",
-        "torch._C:_functorch.CVmapInterpreterPtr",
-        "torch._C:_functorch.maybe_get_bdim",
-        "torch._C:_functorch.maybe_get_level",
-        "torch._C:DisableTorchFunction",
-        "torch._C:_are_functorch_transforms_active",
-        "torch._C:_disabled_torch_function_impl",
-        "torch._C:_dispatch_has_kernel_for_dispatch_key",
-        "torch._C:_dispatch_tls_is_dispatch_key_excluded",
-        "torch._C:_len_torch_dispatch_stack",
-        "torch._C:_len_torch_function_stack",
-        "torch._C:_autograd._saved_tensors_hooks_get_disabled_error_message",
-        "torch._C:_autograd._top_saved_tensors_default_hooks",
-    ),
-    "torch.compile": (
-        "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
-        "torch._guards:TracingContext.try_get",
-        "torch._C._dynamo:eval_frame._FrameAction",
-        "torch._C._dynamo:eval_frame._FrameExecStrategy",
-        "torch._C._dynamo:eval_frame.set_code_exec_strategy",
-        "torch._C:_AutoDispatchBelowAutograd",
-        "torch._dynamo:graph_break",
-        "torch._dynamo:config.patch",
-        "torch._dynamo.exc:Unsupported",
-        "torch._dynamo.exc:UncapturedHigherOrderOpError",
-        "torch._dynamo.compiled_autograd:_disable",
-        "torch._dynamo.compiled_autograd:compiled_autograd_enabled",
-        "torch._dynamo.guards:GuardBuilder.DUPLICATE_INPUT",
-        "torch._dynamo.guards:GuardBuilder.ID_MATCH",
-        "torch._dynamo.guards:install_guard",
-        "torch._dynamo.source:AttrSource",
-        "torch._dynamo.variables:ConstantVariable",
-        "torch._dynamo.variables.base:VariableTracker",
-        "torch._dynamo.variables.builder:wrap_fx_proxy",
-        "torch._dynamo.variables.higher_order_ops:TorchHigherOrderOperatorVariable",
-        "torch._dynamo.variables.higher_order_ops:LazyVariableTracker.realize_all",
-        "torch._dynamo.variables.higher_order_ops:_hop_name_to_variable_class",
-        "torch._dynamo.variables.higher_order_ops:_make_inlined",
-        "torch._dynamo.variables.higher_order_ops:discard_graph_changes",
-        "torch._dynamo.variables.higher_order_ops:speculate_subgraph",
-        "torch._dynamo.variables.tensor:SymNodeVariable.evaluate_expr",
-        "torch._higher_order_ops.utils:reenter_make_fx",
-        "torch._higher_order_ops.utils:unique_graph_id",
-        "torch.fx._symbolic_trace:_orig_module_call",
-        "torch.fx.experimental.proxy_tensor:ProxyTorchDispatchMode",
-        "torch.fx.experimental.proxy_tensor:disable_proxy_modes_tracing",
-        "torch.fx.experimental.proxy_tensor:get_proxy_mode",
-        "torch.fx.experimental.proxy_tensor:get_proxy_slot",
-        "torch.fx.experimental.proxy_tensor:track_tensor_tree",
-        "torch.utils:_pytree.tree_map",
-        "torch._subclasses.functional_tensor:FunctionalTensor",
-        "torch:_from_functional_tensor",
-        "torch._inductor.lowering:fallback_handler",
-        "torch._inductor.lowering:register_lowering",
-        "torch._inductor.lowering:add_layout_constraint",
-        "torch._inductor.ir:get_stride_order",
-        "torch._inductor.ir:BaseView",
-        "torch._inductor.ir:ComputedBuffer",
-        "torch._inductor.ir:InputBuffer",
-        "torch._inductor.ir:ExternKernel.realize_input",
-        "torch._inductor.ir:ExternKernel.require_stride_order",
-        "torch._inductor.ir:TensorBox.create",
-        "torch._inductor.ir:FallbackKernel.create",
-        "torch._inductor.ir:FallbackKernel.codegen",
-        "torch._inductor.utils:is_dynamic",
-        "torch._inductor.virtualized:V",
-        "torch._inductor:config.triton.cudagraphs",
-    ),
-    "batch norms in kernels": (
-        "torch._inductor.fx_passes.post_grad:pass_patterns",
-        "torch._inductor.pattern_matcher:CallFunctionVarArgs",
-        "torch._inductor.pattern_matcher:register_graph_pattern",
-        "torch.fx.experimental.symbolic_shapes:statically_known_true",
-    ),
-    "flexsn.lowlevel": (
-        "torch._functorch.aot_autograd:aot_export_joint_simple",
-        "torch._functorch.partitioners:min_cut_rematerialization_partition",
-    ),
+KERNELS = "fused kernels"  # needed for anything but the eager loop; each of the groups below may be missing without it
+TRANSFORMS = "torch.func transforms"
+GPU = "quick launches on a GPU"
+TRACES = "make_fx and export of higher-order operators"
+COMPILE = "torch.compile"
+INDUCTOR = "kernels in Inductor's code"
+FUSION = "batch norms in kernels"
+LOWLEVEL = "flexsn.lowlevel"
+
+# By feature and module: what is read of it. The feature is off where one is missing. What a class holds counts with the class.
+_NAMES = {
+    KERNELS: {
+        "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",
+        "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+        "torch._decomp": "decomposition_table",
+        "torch._dispatch.python": "no_python_dispatcher",
+        "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
+        "torch._guards": "tracing",
+        "torch.overrides": "_pop_mode _push_mode",
+        "torch.utils._device": "DeviceContext",
+        "torch.nn.utils.parametrize": "_cache",
+        "torch.autograd.forward_ad": "_current_level",
+        "torch.autograd": "Variable._execution_engine.queue_callback",
+        "torch.autograd.graph": "_engine_run_backward",
+        "torch._C": "DispatchKey DisableTorchFunction _AutoDispatchBelowAutograd "
+        "_current_graph_task_id _dispatch_tls_is_dispatch_key_excluded _len_torch_dispatch_stack _len_torch_function_stack",
+        "torch._C._autograd": "_top_saved_tensors_default_hooks",
+        "torch._C._functorch": "get_interpreter_stack maybe_get_level",
+    },
+    TRANSFORMS: {
+        "torch._C._functorch": "CVmapInterpreterPtr get_unwrapped is_gradtrackingtensor maybe_get_bdim unwrap_if_dead",
+    },
+    GPU: {
+        "torch._C": "_cuda_getCurrentRawStream _cuda_getDevice",
+        "torch._C._dynamo.guards": "_empty_strided_cuda",
+    },
+    TRACES: {
+        "torch._ops": "HigherOrderOperator",
+        "torch._higher_order_ops.utils": "reenter_make_fx",
+        "torch.fx.experimental.proxy_tensor": "ProxyTorchDispatchMode disable_proxy_modes_tracing get_proxy_mode track_tensor_tree",
+    },
+    COMPILE: {
+        "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
+        "torch._dynamo": "config.patch",
+        "torch._dynamo.compiled_autograd": "_disable compiled_autograd_enabled",
+        "torch._dynamo.exc": "UncapturedHigherOrderOpError Unsupported",
+        "torch._dynamo.guards": "GuardBuilder install_guard",
+        "torch._dynamo.source": "AttrSource",
+        "torch._dynamo.symbolic_convert": "InstructionTranslator",
+        "torch._dynamo.variables.base": "VariableTracker",
+        "torch._dynamo.variables.builder": "wrap_fx_proxy",
+        "torch._dynamo.variables.higher_order_ops": "LazyVariableTracker TorchHigherOrderOperatorVariable _hop_name_to_variable_class "
+        "_make_inlined discard_graph_changes speculate_subgraph",
+    },
+    INDUCTOR: {
+        "torch._inductor": "config.triton.cudagraphs",
+        "torch._inductor.ir": "BaseView ComputedBuffer FallbackKernel InputBuffer TensorBox get_stride_order",
+        "torch._inductor.lowering": "add_layout_constraint register_lowering",
+        "torch._inductor.utils": "is_dynamic",
+        "torch._inductor.virtualized": "V",
+    },
+    FUSION: {
+        "torch._inductor.fx_passes.post_grad": "pass_patterns",
+        "torch._inductor.pattern_matcher": "CallFunctionVarArgs register_graph_pattern",
+    },
+    LOWLEVEL: {
+        "torch._functorch.aot_autograd": "aot_export_joint_simple",
+        "torch._functorch.partitioners": "min_cut_rematerialization_partition",
+    },
 }
+INTERFACES = {group: [f"{module}:{name}" for module, names in of.items() for name in names.split()] for group, of in _NAMES.items()}
 
 
 def _is_there(interface: str) -> bool:

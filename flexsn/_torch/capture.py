@@ -11,44 +11,38 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13
 
 try:
-    from torch._subclasses.fake_tensor import (  # 2.11, 2.13
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
-    )
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13
+    from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13
     from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
 except ImportError:  # `interfaces.require` says so before a core is captured; isinstance() is False meanwhile
-
-    class DataDependentOutputException(Exception): ...  # type: ignore[no-redef]  # stands in for the missing one
-
-    class DynamicOutputShapeException(Exception): ...  # type: ignore[no-redef]  # stands in for the missing one
 
     class FakeTensor: ...  # type: ignore[no-redef]  # stands in for the missing one
 
     class FakeTensorMode: ...  # type: ignore[no-redef]  # stands in for the missing one
 
-    class UnsupportedFakeTensorException(Exception): ...  # type: ignore[no-redef]  # stands in for the missing one
-
-    class UnsupportedOperatorException(Exception): ...  # type: ignore[no-redef]  # stands in for the missing one
+    class TorchDispatchMode: ...  # type: ignore[no-redef]  # stands in for the missing one
 
     disable_modes = contextlib.nullcontext  # type: ignore[assignment]  # likewise: there are no modes to disable
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "disable_modes"]  # the names that are only passed on
 
-DYNAMIC_SHAPE_ERRORS = (DynamicOutputShapeException, DataDependentOutputException)
+
+def depends_on_values(func: Any, error: RuntimeError) -> bool:
+    """Whether `func` failed on fake tensors since its result depends on values."""
+    return _knows_no_rule(func, error) and not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags)
+
+
+def _knows_no_rule(func: Any, error: RuntimeError) -> bool:
+    """Whether fake tensors have no rule for `func`: their error then says no more than the operator, or has a `reason` (2.11, 2.13)."""
+    return error.args == (func,) or hasattr(error, "reason")
 
 
 def lacks_fake_kernel(func: Any, error: RuntimeError) -> bool:
     """Whether `func` failed on fake tensors for want of a fake kernel, or may have: custom operators say so in words only. The one of
     shifts refuses bools, which the real ones take (2.13)."""
-    known = isinstance(error, (UnsupportedFakeTensorException, UnsupportedOperatorException)) or "an integral dtype" in str(error)
-    return known or func.namespace not in ("aten", "prims")
+    return _knows_no_rule(func, error) or "an integral dtype" in str(error) or func.namespace not in ("aten", "prims")
 
 
 @functools.cache

@@ -20,11 +20,6 @@ def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def break_graph(reason: str) -> None:
-    """End the graph that Dynamo is tracing: what follows runs as it is; where there must be one graph, `reason` is the error."""
-    torch._dynamo.graph_break(msg=reason)  # 2.13
-
-
 def is_compiled(module: torch.nn.Module) -> bool:
     """Made by `torch.compile(module)`, or after `module.compile()`."""
     return is_optimized_module(module) or module._compiled_call_impl is not None  # 2.13

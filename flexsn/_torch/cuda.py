@@ -9,21 +9,24 @@ from typing import Any
 
 import torch
 
+from .availability import GPU, moved
 
-def _no_gpu(device: int = -1) -> int:
-    raise RuntimeError("this build of PyTorch has no CUDA")
+
+def _stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 # Of a device, the CUDA stream that PyTorch uses now, as a number (the public call makes an object first); and the current device.
 # Bound as they are, in C: every launch asks.
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_gpu)  # 2.11, 2.13
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_gpu)  # 2.11, 2.13
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream)  # 2.11, 2.13
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # 2.11, 2.13
 
 
 def gpu_allocator() -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
     """`torch.empty_strided` by shape, strides and dtype on the current GPU, in the quickest way that PyTorch has."""
-    make = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # 2.11, 2.13
-    return make or (lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"))
+    if moved(GPU):
+        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+    return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # GPU builds have it (2.11, 2.13)
 
 
 def triton_launch(binary: Any) -> tuple[Any, tuple[Any, ...]]:

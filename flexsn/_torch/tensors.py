@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+OpOverload: Any = type(torch.ops.aten.neg.default)  # an operator with one signature
+
 
 def promoted_dtype(values: Sequence[Any], *, to_float: bool) -> torch.dtype:
     """The dtype of the result of an elementwise op on tensors and numbers; `to_float`: integers become floats."""
-    from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes  # 2.11, 2.13
+    shapes: tuple[tuple[int, ...], ...] = ((1,), ())  # tensors with dims come before those without, and numbers last
+    tensors = [[v.dtype for v in values if isinstance(v, torch.Tensor) and bool(v.dim()) == bool(shape)] for shape in shapes]
+    kinds: list[Any] = [_like(functools.reduce(torch.promote_types, d), shape) for d, shape in zip(tensors, shapes, strict=True) if d]
+    kinds += [v for v in values if not isinstance(v, torch.Tensor)]
+    found = functools.reduce(lambda a, b: _like(torch.result_type(a, b), (1,)), kinds)
+    dtype = torch.result_type(found, found)
+    return dtype if dtype.is_floating_point or dtype.is_complex or not to_float else torch.get_default_dtype()
 
-    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.INT_TO_FLOAT if to_float else ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
-    return elementwise_dtypes(*values, type_promotion_kind=kind)[1]
+
+def _like(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def functional_overload(func: Any) -> Any | None:
@@ -51,12 +62,12 @@ def overrides_operators(cls: type) -> bool:
     """Whether a tensor class has a `__torch_function__` of its own."""
     function = cls.__torch_function__  # type: ignore[attr-defined]  # of tensor classes alone, which `type` does not say
     own = getattr(function, "__func__", function)
-    return own not in (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]  # bound, 2.13
+    return own not in (torch.Tensor.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)  # type: ignore[attr-defined]  # bound
 
 
 def has_pointer(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor is memory: not sparse, not a lazy zero, not left wrapped by a transform."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # 2.11, 2.13
+    if torch._C._functorch.maybe_get_level(tensor) != -1:  # 2.11, 2.13
         return False
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()  # 2.11, 2.13
 
@@ -66,9 +77,13 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # 2.11, 2.13
 
 
+# A context manager: while inside, neither function modes nor tensor classes see calls of PyTorch's functions
+unwatched: Callable[[], contextlib.AbstractContextManager] = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)  # 2.11, 2.13
+
+
 def unseen_size(tensor: torch.Tensor, dim: int) -> int:
     """A size, unseen by modes."""
-    with torch._C.DisableTorchFunction():  # 2.11, 2.13
+    with unwatched():
         return tensor.shape[dim]
 
 

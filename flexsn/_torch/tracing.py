@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator  # 2.11, 2.13
-from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13
+
+from .availability import TRACES, moved
+from .capture import FakeTensorMode
 
 try:
+    from torch._ops import HigherOrderOperator  # 2.11, 2.13
+except ImportError:
+
+    class HigherOrderOperator:  # type: ignore[no-redef]  # stands in for the missing one: no trace takes it
+        def __init__(self, *_: Any, **__: Any): ...
+
+
+__all__ = ["HigherOrderOperator"]  # the name that is only passed on
+
+_CALL_MODULE = torch.nn.Module.__call__  # a trace puts its own there
+
+
+def give_rules(operator: Any, *, autograd: Callable, eager: Callable, fake: Callable, functional: Callable, proxy: Callable) -> bool:
+    """Say what a higher-order operator does: where autograd follows, without it, and under the modes of a trace. False where this PyTorch
+    lacks a name for it."""
+    if moved(TRACES):
+        return False
+    from torch._C import DispatchKey  # 2.11, 2.13
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
-except ImportError:  # `backend="hop"` is then a call that no trace knows
 
-    class ProxyTorchDispatchMode(TorchDispatchMode): ...  # type: ignore[no-redef]  # stands in for the missing one
-
-
-__all__ = ["HigherOrderOperator", "ProxyTorchDispatchMode"]  # the names that are only passed on
+    operator.py_impl(DispatchKey.Autograd)(autograd)
+    operator.py_impl(DispatchKey.CompositeExplicitAutograd)(eager)
+    operator.py_impl(FakeTensorMode)(fake)
+    operator.py_functionalize_impl(functional)
+    operator.py_impl(ProxyTorchDispatchMode)(proxy)
+    return True
 
 
 def trace_body(
@@ -47,10 +66,8 @@ def trace_body(
 @contextlib.contextmanager
 def _unnamed_module_calls() -> Iterator[None]:
     """While inside, a trace asks for no paths of modules that are called: of a module under two names the trace of a body has none."""
-    from torch.fx._symbolic_trace import _orig_module_call  # 2.11, 2.13
-
     traced = torch.nn.Module.__call__
-    torch.nn.Module.__call__ = _orig_module_call  # type: ignore[method-assign]  # as the trace does, and undoes
+    torch.nn.Module.__call__ = _CALL_MODULE  # type: ignore[method-assign]  # as the trace does, and undoes
     try:
         yield
     finally:
@@ -59,24 +76,24 @@ def _unnamed_module_calls() -> Iterator[None]:
 
 def record_call(mode: Any, operator: Any, body: torch.fx.GraphModule, args: tuple, run: Callable[[], Any]) -> Any:
     """Write `operator(body, *args)` into the graph of a trace as one node, whose values are those of `run()`."""
-    from torch._higher_order_ops.utils import unique_graph_id  # 2.11, 2.13
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree  # 2.11, 2.13
-    from torch.utils import _pytree as pytree  # 2.11, 2.13
 
-    _, name = unique_graph_id(mode, prefix=f"{operator.__name__}_body")
+    name = mode.tracer.get_fresh_qualname(f"{operator.__name__}_body_")
     mode.tracer.root.register_module(name, body)
-    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, (body, *args))
+    proxies = tuple([mode.tracer.unwrap_proxy(arg) for arg in (body, *args)])
     node = mode.tracer.create_proxy("call_function", operator, proxies, {}, name=operator.__name__)
     with disable_proxy_modes_tracing():
         values = run()
     return track_tensor_tree(values, node, constant=None, tracer=mode.tracer)
 
 
-def traced_to_fx() -> bool:
-    """Whether operators are written into a graph as they run: by `make_fx`, or by a non-strict export."""
+def proxy_mode() -> Any:
+    """The mode that writes operators into a graph as they run, by `make_fx` or by a non-strict export; None if there is none."""
+    if moved(TRACES):
+        return None
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # 2.11, 2.13
 
-    return get_proxy_mode() is not None
+    return get_proxy_mode()
 
 
 def torch_scan() -> Callable[..., Any] | None:
@@ -88,31 +105,13 @@ def torch_scan() -> Callable[..., Any] | None:
     return scan
 
 
-def let_graphs_read_scalars() -> None:
-    """While Dynamo traces: a loop in Inductor's code counts its steps in a tensor and reads it. Without this only calls with
-    `fullgraph=True` may."""
-    from torch._guards import TracingContext  # 2.11, 2.13
-
-    context = TracingContext.try_get()
-    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
-    if shapes is not None:
-        shapes.settings = dataclasses.replace(shapes.settings, allow_scalar_outputs=True)
-
-
-let_graphs_read_scalars._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `assume_constant_result`, which imports Dynamo
-
-
 def torch_scan_node() -> Callable[..., Any]:
     """`scan(combine_fn, init, xs, additional_inputs)` on flat lists of tensors, as a trace records it."""
-    from torch._higher_order_ops.scan import scan_op  # 2.11, 2.13
-
-    return scan_op
+    torch_scan()
+    return torch.ops.higher_order.scan
 
 
 def torch_while_loop() -> Callable[..., Any] | None:
     """`while_loop(cond, body, carried, additional)` that gives all iterations' results, stacked; None where PyTorch has none."""
-    try:
-        from torch._higher_order_ops.while_loop import while_loop_stack_output_op  # 2.11, 2.13
-    except ImportError:
-        return None
-    return while_loop_stack_output_op
+    torch_scan()  # its import registers both
+    return getattr(torch.ops.higher_order, "while_loop_stack_output", None)

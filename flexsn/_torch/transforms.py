@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .availability import TRANSFORMS, moved
 from .compiling import unseen_by_dynamo
 
 
@@ -16,14 +17,13 @@ def transforms_active() -> bool:
 @unseen_by_dynamo
 def active_transforms() -> list[str]:
     """Active transforms, but for `functionalize`, by name (`"grad"`, `"vmap"`, ...), the outermost first."""
-    functorch = torch._C._functorch  # 2.11, 2.13
-    levels = functorch.get_interpreter_stack() or ()
-    return [level.key().name.lower() for level in levels if level.key() != functorch.TransformType.Functionalize]
+    levels = torch._C._functorch.get_interpreter_stack() or ()  # 2.11, 2.13
+    return [name for level in levels if (name := level.key().name.lower()) != "functionalize"]
 
 
 def transforms_or_modes_active() -> bool:
     """Whether `torch.func` or a dispatch mode is active: tensors may then lack memory."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.13
+    return torch._C._functorch.get_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0  # 2.13
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -35,29 +35,31 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a functorch transform, perhaps one that has ended, keeps the values."""
-    functorch = torch._C._functorch  # 2.11, 2.13
-    while functorch.is_gradtrackingtensor(tensor) and not transforms_active():  # of a `grad` that has ended: ops look inside
-        tensor = functorch.get_unwrapped(tensor)
-    return functorch.is_functorch_wrapped_tensor(tensor)
+    functorch = torch._C._functorch
+    wrapped = functorch.maybe_get_level(tensor) != -1  # 2.11, 2.13
+    while wrapped and not moved(TRANSFORMS) and functorch.is_gradtrackingtensor(tensor) and not transforms_active():
+        tensor = functorch.get_unwrapped(tensor)  # 2.11, 2.13: of a `grad` that has ended, ops look inside
+        wrapped = functorch.maybe_get_level(tensor) != -1
+    return wrapped
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    while torch._C._functorch.is_batchedtensor(tensor):  # 2.11, 2.13: `unpack_dual` has no rule for it
+    while is_wrapped(tensor) and torch._C._functorch.maybe_get_bdim(tensor) != -1:  # 2.11, 2.13: a batch: `unpack_dual` has no rule
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def left_by_an_ended_vmap(tensor: torch.Tensor) -> bool:
     """Whether a `vmap` that has ended keeps the values, and none over as many runs in its place."""
+    if moved(TRANSFORMS):
+        return False
     functorch = torch._C._functorch  # 2.11, 2.13
     running = {level.level(): level for level in functorch.get_interpreter_stack() or ()}
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        inside = functorch.get_unwrapped(tensor)
-        if functorch.is_batchedtensor(tensor):
-            level = running.get(functorch.maybe_get_level(tensor))
-            if level is None or level.key() != functorch.TransformType.Vmap:
-                return True
-            if functorch.CVmapInterpreterPtr(level).batchSize() != inside.shape[functorch.maybe_get_bdim(tensor)]:
+    while (number := functorch.maybe_get_level(tensor)) != -1:
+        inside, dim = functorch.get_unwrapped(tensor), functorch.maybe_get_bdim(tensor)
+        if dim != -1:
+            level = running.get(number)
+            if level is None or level.key().name != "Vmap" or functorch.CVmapInterpreterPtr(level).batchSize() != inside.shape[dim]:
                 return True
         tensor = inside
     return False

@@ -21,7 +21,7 @@ from .._operator.no_gradient import refuse_forward_mode
 from .._program.cache import program_from
 from .._runtime.launch import Launch
 from .._torch.autograd import forward_ad_level
-from .._torch.availability import moved
+from .._torch.availability import INDUCTOR, moved
 from . import prologue_fusion
 from .inductor import lower_to_calls
 
@@ -80,7 +80,7 @@ def prepare_inductor() -> None:
 
 @functools.cache
 def _tell_inductor() -> None:
-    if not moved("torch.compile"):
+    if not moved(INDUCTOR):
         lower_to_calls(KERNEL_OPERATORS, torch.ops.flexsn.carry.default)
         prologue_fusion.register()
 

@@ -2,13 +2,14 @@
 
 Dynamo traces the core once, as the body of a higher-order operator: so it guards on every Python value that the core
 reads and lifts every tensor that it captures. The body is then captured as an eager core is, and what enters the
-compiled graph is `flexsn::scan`. All of this stands on private names of Dynamo, seen in 2.11 and 2.13; they are
-imported when `register` is called, which the first compiled call does.
+compiled graph is `flexsn::scan`. The private names of Dynamo that this stands on are in `_torch/dynamo.py`, which is
+imported when `register` is called, as the first compiled call does; `dynamo` below is that module.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,7 +25,7 @@ from .._operator.fallback import say_once, warn_once
 from .._operator.library import text_of
 from .._program.symbolic_sizes import exactly
 from .._runtime.backends import check_backend, choose_backend
-from .._torch.availability import moved
+from .._torch.availability import COMPILE, TRACES, moved
 from .._torch.transforms import transforms_active
 from ..errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
 from .body import Body, blueprint_of_body, captured_place
@@ -34,9 +35,9 @@ INLINED: dict[str, Callable[..., Any]] = {}  # by the name of a higher-order ope
 
 def register() -> bool:
     """Tell Dynamo about flexsn's higher-order operators; once is enough. Raises what a PyTorch that differs raises."""
-    from torch._dynamo.variables import higher_order_ops as dynamo  # 2.11, 2.13
+    from .._torch import dynamo
 
-    table: dict[str, Any] = dynamo._hop_name_to_variable_class
+    table: dict[str, Any] = dynamo.variable_classes
     made = {"flexsn_core_scan": _core_scan_variable, "flex_sn_scan": _flex_sn_scan_variable}
     for name, make in made.items():
         if name not in table:
@@ -53,7 +54,7 @@ def _while_tracing(function: Callable) -> Callable:
 @_while_tracing
 def ready() -> bool:
     """`register`, while Dynamo traces. False where this PyTorch lacks a name for it."""
-    return not moved("torch.compile") and register()
+    return not (moved(COMPILE) or moved(TRACES)) and register()
 
 
 @_while_tracing
@@ -84,32 +85,26 @@ def _flex_sn_scan_variable(dynamo: Any) -> type:
 
 def _inlined(dynamo: Any, tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What Dynamo makes of a higher-order operator's call in Python."""
-    with _following_a_core(), _keeping_assignments(tx):
-        return dynamo._make_inlined(tx, INLINED[name])(*args, **kwargs)
+    with _following_a_core(dynamo), _keeping_assignments(tx):
+        return dynamo.inlined(tx, INLINED[name])(*args, **kwargs)
 
 
 def _loop(dynamo: Any, tx: Any, args: Sequence[Any]) -> Any:
     """Trace the call of a core that no kernel expresses by PyTorch's own scan. It reads what the cells of the core hold."""
-    from torch._dynamo.exc import Unsupported  # 2.11, 2.13
-
     owner = args[1]
     if not owner.is_python_constant() and any(given != _given(own.node) for given, own in _owned_proxies(dynamo, tx, owner).items()):
-        raise Unsupported("a core that no kernel expresses, of a neuron that holds other tensors than its core's cells: it runs uncompiled")
+        raise dynamo.Unsupported(
+            "a core that no kernel expresses, of a neuron that holds other tensors than its core's cells: it runs uncompiled"
+        )
     return _inlined(dynamo, tx, "flexsn_core_scan", args, {})
 
 
 def _constant(variable: Any) -> Any:
     """The value of a variable of Dynamo, which may hold a number (`num_outputs`) as a symbol: the graph is then for this one."""
-    from torch._dynamo.variables.tensor import SymNodeVariable  # 2.11, 2.13
-
-    return variable.evaluate_expr() if isinstance(variable, SymNodeVariable) else variable.as_python_constant()
+    return variable.evaluate_expr() if hasattr(variable, "evaluate_expr") else variable.as_python_constant()  # 2.11, 2.13
 
 
 def _core_scan_variable(dynamo: Any) -> type:
-    from torch._dynamo.exc import Unsupported
-    from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables.builder import wrap_fx_proxy
-
     class CoreScanVariable(dynamo.TorchHigherOrderOperatorVariable):
         """`core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)`."""
 
@@ -117,25 +112,25 @@ def _core_scan_variable(dynamo: Any) -> type:
 
         def _call_function(self, tx, args, kwargs):
             if transforms_active():
-                raise Unsupported("a core under a `torch.func` transform: the transform runs uncompiled")
-            with torch._dynamo.config.patch(specialize_float=True):  # numbers in a `partial` are constants of the kernel
+                raise dynamo.Unsupported("a core under a `torch.func` transform: the transform runs uncompiled")
+            with dynamo.constants(specialize_float=True):  # numbers in a `partial` are constants of the kernel
                 args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
             core, owner, inputs, states, params, *flags = args
             sequences, num_outputs, backend, strict = map(_constant, flags)
-            sig = _signature(core, (len(inputs.items), len(states.items), len(params.items)))
+            sig = _signature(dynamo, core, (len(inputs.items), len(states.items), len(params.items)))
             try:
                 check_backend(backend, sig.core)
             except BackendError as error:
-                raise _passed_on(error) from None
+                raise _passed_on(dynamo, error) from None
             if backend == "torch":
                 return self._without_kernel(tx, args)
             counts = sig.num_inputs, sig.num_states, sig.num_params
             proxies = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
             fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
             if any_dtensor(fakes):
-                raise Unsupported("a neuron on DTensors: the call runs uncompiled, between compiled parts")
+                raise dynamo.Unsupported("a neuron on DTensors: the call runs uncompiled, between compiled parts")
             kinds = (False, True) if any(t is not None and t.dtype in HALF for t in fakes) else (False,)
-            found = [_speculate(dynamo, wrap_fx_proxy, tx, core, fakes, sig, self.value, computed=computed) for computed in kinds]
+            found = [_speculate(dynamo, tx, core, fakes, sig, self.value, computed=computed) for computed in kinds]
             captured = {proxy.node: proxy for _, own in found for proxy in own}  # what is known of sizes differs from one to the next
             places = {node: place for place, node in enumerate(captured)}
             bodies = [Body(graph, [places[proxy.node] for proxy in own]) for graph, own in found]
@@ -155,15 +150,15 @@ def _core_scan_variable(dynamo: Any) -> type:
                         for fake in fakes:  # the scan's rule for autograd takes no sizes of what the graph computes
                             exactly(() if fake is None else fake.shape[1:])
                     return self._without_kernel(tx, args)
-                raise _passed_on(error) from None
+                raise _passed_on(dynamo, error) from None
             n, m = counts[0], counts[0] + counts[1]
             tensors = [p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor)]
             read = [tensors[captured_place(name)] for name in blueprint.captured(vjp=grad)]
             call = (text_of(blueprint, vjp=grad), proxies[:n], proxies[n:m], [*proxies[m:], *read], sequences)
-            return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
+            return dynamo.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
 
         def _without_kernel(self, tx, args):
-            return _loop(dynamo, tx, args[:7]) if _without_kernel(tx) == SCAN else ConstantVariable.create(EAGER)
+            return _loop(dynamo, tx, args[:7]) if _without_kernel(tx) == SCAN else dynamo.VariableTracker.build(tx, EAGER)
 
     return CoreScanVariable
 
@@ -191,7 +186,7 @@ def _keeps_gradients(tx: Any) -> bool:
 @_while_tracing
 def doubt_gradients(operator: str) -> None:
     """Say that gradients of a loop, which Dynamo traces, may come out wrong, if they may."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator  # 2.11, 2.13
+    from .._torch.dynamo import InstructionTranslator
 
     if not torch.compiler.is_exporting() and not _keeps_gradients(InstructionTranslator.current_tx()):
         say_once(
@@ -201,23 +196,30 @@ def doubt_gradients(operator: str) -> None:
         )
 
 
-def _passed_on(error: FlexSNError) -> Exception:
-    """The same error, of a class that Dynamo passes on as it is; any other would count as a bug in Dynamo."""
-    from torch._dynamo.exc import UncapturedHigherOrderOpError  # 2.11, 2.13
+@_while_tracing
+def let_graphs_read_scalars() -> None:
+    """A loop in Inductor's code counts its steps in a tensor and reads it. Without this only calls with `fullgraph=True` may."""
+    from .._torch.dynamo import InstructionTranslator
 
-    kind = type(error)
-    both: Any = type(kind.__name__, (kind, UncapturedHigherOrderOpError), {"__module__": kind.__module__})
+    shapes = InstructionTranslator.current_tx().output.shape_env
+    shapes.settings = dataclasses.replace(shapes.settings, allow_scalar_outputs=True)
+
+
+def _passed_on(dynamo: Any, error: FlexSNError) -> Exception:
+    """The same error, of a class that Dynamo passes on as it is; any other would count as a bug in Dynamo."""
+    kind, known = type(error), dynamo.UncapturedHigherOrderOpError
+    both: Any = type(kind.__name__, (kind, known), {"__module__": kind.__module__})
     passed = both.__new__(both)
-    UncapturedHigherOrderOpError.__init__(passed, str(error))
+    known.__init__(passed, str(error))
     passed.__dict__.update(vars(error))
     return passed
 
 
 @contextlib.contextmanager
-def _following_a_core() -> Iterator[None]:
+def _following_a_core(dynamo: Any) -> Iterator[None]:
     """Numbers are constants, of kernels and for PyTorch's `scan`; no warning of Dynamo's own way with autograd functions, which
     surrogates are (2.11, 2.13)."""
-    with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings():
+    with dynamo.constants(specialize_float=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         yield
 
@@ -233,14 +235,14 @@ def _keeping_assignments(tx: Any) -> Iterator[None]:
 
 
 def _speculate(
-    dynamo: Any, wrap: Callable, tx: Any, core: Any, fakes: list, sig: Signature, source: Any, computed: bool = False
+    dynamo: Any, tx: Any, core: Any, fakes: list, sig: Signature, source: Any, computed: bool = False
 ) -> tuple[Any, list]:  # fmt: skip
     """The core as a graph, for the dtypes of its operands or `computed` ones; and what it captures (proxies outside it)."""
     steps = [None if t is None else t.shape[1:] if i < sig.num_inputs else t.shape for i, t in enumerate(fakes)]
     try:
         shape = step_shape(sig, [s for s in steps[: sig.num_inputs + sig.num_states] if s is not None])
     except FlexSNError as error:
-        raise _passed_on(error) from None
+        raise _passed_on(dynamo, error) from None
     with dynamo.discard_graph_changes(tx):
         examples = []
         for size, like in zip(steps, fakes, strict=True):
@@ -250,9 +252,9 @@ def _speculate(
                 fake = torch.empty(shape if size is None else size, dtype=dtype, device=like.device)
                 fake.requires_grad_(torch.is_grad_enabled() and like.is_floating_point())
             proxy = tx.output.create_proxy("call_function", torch.empty, (0,), {})
-            examples.append(wrap(tx, proxy, example_value=fake))
-    with _following_a_core(), _keeping_assignments(tx):
-        core = dynamo._make_inlined(tx, _with_plain_tuples)(core)
+            examples.append(dynamo.wrap_fx_proxy(tx, proxy, example_value=fake))
+    with _following_a_core(dynamo), _keeping_assignments(tx):
+        core = dynamo.inlined(tx, _with_plain_tuples)(core)
         _, graph, lifted = dynamo.speculate_subgraph(
             tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual",
             supports_input_mutation=False, supports_aliasing=True,
@@ -272,32 +274,26 @@ def _plainly(core: Callable, *operands: Any) -> Any:
 
 def _owned_by(dynamo: Any, tx: Any, owner: Any, lifted: list) -> list:
     """In place of tensors that the core captured, those that the `FlexSN` owns under their names."""
-    from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13
-
     owned = _owned_proxies(dynamo, tx, owner, {_given(proxy.node) for proxy in lifted})
     for proxy in lifted:
         given = _given(proxy.node)
         if given in owned and _given(owned[given].node) != given:  # a copy: the original may be bound anew, and owns another one then
-            install_guard(proxy.node.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
+            dynamo.install_guard(proxy.node.meta["grapharg"].source.make_guard(dynamo.GuardBuilder.ID_MATCH))
     return [owned.get(_given(proxy.node), proxy) for proxy in lifted]
 
 
 def _owned_proxies(dynamo: Any, tx: Any, owner: Any, wanted: Collection[int | None] | None = None) -> dict[int | None, fx.Proxy]:
     """By the `id` of each tensor (each `wanted` one) that the core captured: what the `FlexSN` owns in its place."""
-    from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13
-    from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables import ConstantVariable
-
-    follow, found = dynamo._make_inlined(tx, _follow), dict[int | None, fx.Proxy]()
+    follow, found = dynamo.inlined(tx, _follow), dict[int | None, fx.Proxy]()
     for given, place in owner.value.captured_places().items():
         if wanted is None or given in wanted:
-            found[given] = follow(owner, *map(ConstantVariable.create, place)).as_proxy()
+            found[given] = follow(owner, *[dynamo.VariableTracker.build(tx, name) for name in place]).as_proxy()
             if _given(found[given].node) == given and owner.source is not None:
                 # The very tensor that the core captured: one input of the graph for both, which Dynamo reads from either place,
                 # and does not compare the two where one is a global.
-                mine, seen = functools.reduce(AttrSource, place, owner.source), found[given].node.meta["grapharg"].source
+                mine, seen = functools.reduce(dynamo.AttrSource, place, owner.source), found[given].node.meta["grapharg"].source
                 if mine != seen:
-                    install_guard(mine.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=seen)))
+                    dynamo.install_guard(mine.make_guard(functools.partial(dynamo.GuardBuilder.DUPLICATE_INPUT, source_b=seen)))
     return found
 
 
@@ -313,12 +309,10 @@ def _follow(thing: Any, *names: str) -> Any:
     return thing
 
 
-def _signature(core: Any, counts: tuple[int, int, int]) -> Signature:
+def _signature(dynamo: Any, core: Any, counts: tuple[int, int, int]) -> Signature:
     """With the names of the function behind Dynamo's variable, where there is one."""
-    from torch._dynamo.variables.base import VariableTracker  # 2.11, 2.13
-
     bound = 0
-    while isinstance(inner := getattr(core, "func", None), VariableTracker):  # a partial
+    while isinstance(inner := getattr(core, "func", None), dynamo.VariableTracker):  # a partial
         core, bound = inner, bound + len(getattr(core, "args", ()))
     fn = next((f for a in ("fn", "value") if callable(f := getattr(core, a, None))), None)
     names = [n for n in positional_names(fn)[0] if n != "self"][bound:] if fn else []

@@ -19,9 +19,9 @@ from torch import Tensor
 from .._capture.captured_values import look
 from .._operator.dispatch import run_core
 from .._operator.fallback import warn_once
-from .._torch.capture import FakeTensorMode
+from .._torch.autograd import skipping_autograd
 from .._torch.compiling import unseen_by_dynamo
-from .._torch.tracing import HigherOrderOperator, ProxyTorchDispatchMode, record_call, trace_body
+from .._torch.tracing import HigherOrderOperator, give_rules, record_call, trace_body
 from .._torch.transforms import transforms_active, transforms_or_modes_active
 from ..errors import CannotFuseError
 from . import dynamo
@@ -56,7 +56,7 @@ class FlexSNScan(HigherOrderOperator):
         inputs, states, lifted = check_scan_arguments(core_fn, *counts, flat_args, output_template_specs)
         if inputs[0].shape[0] == 0:
             return empty_results(core_fn, inputs, states, lifted, num_outputs, output_template_specs, "sequence")
-        if transforms_active():
+        if transforms_active() or not _has_rules:
             return fused(core_fn, *counts, *flat_args)
         return super().__call__(core_fn, *counts, *flat_args)
 
@@ -81,31 +81,24 @@ def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int,
     return tuple([t.contiguous() for t in (*outputs, *sequences)])
 
 
-@flex_sn_scan.py_impl(torch._C.DispatchKey.Autograd)
 def _autograd(core_fn, num_inputs, num_states, num_outputs, *flat_args):
     tensors = (*flat_args, *look(core_fn).tensors().values())
     if not transforms_or_modes_active() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return fused(core_fn, num_inputs, num_states, num_outputs, *flat_args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with skipping_autograd():
         return HigherOrderOperator.__call__(flex_sn_scan, core_fn, num_inputs, num_states, num_outputs, *flat_args)
 
 
-flex_sn_scan.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(fused)
-
-
-@flex_sn_scan.py_impl(FakeTensorMode)
 def _fake(mode, core_fn, num_inputs, num_states, num_outputs, *flat_args):
     with mode:
         return fused(core_fn, num_inputs, num_states, num_outputs, *flat_args)
 
 
-@flex_sn_scan.py_functionalize_impl
 def _functionalize(ctx, core_fn, num_inputs, num_states, num_outputs, *flat_args):
     with ctx.redispatch_to_next():
         return ctx.wrap_tensors(fused(core_fn, num_inputs, num_states, num_outputs, *ctx.unwrap_tensors(flat_args)))
 
 
-@flex_sn_scan.py_impl(ProxyTorchDispatchMode)
 def _proxy(mode, core_fn, num_inputs, num_states, num_outputs, *flat_args):
     counts = num_inputs, num_states, num_outputs
     step = [t.select(0, 0) if i < num_inputs else t for i, t in enumerate(flat_args)]
@@ -144,13 +137,16 @@ def _compiled(
     return tuple([y.contiguous() for y in (*results[:num_outputs], *results[num_outputs + num_states :])])
 
 
+_has_rules = give_rules(flex_sn_scan, autograd=_autograd, eager=fused, fake=_fake, functional=_functionalize, proxy=_proxy)
+
+
 # --- registration with Dynamo -----------------------------------------------------------------------------------------------
 dynamo.INLINED["flex_sn_scan"] = _compiled
 
 
 def _register() -> bool:
     try:
-        return dynamo.register()
+        return dynamo.ready()
     except Exception as error:  # whatever a PyTorch with other private names raises; the eager operator works without
         warnings.warn(f"torch.compile cannot take flex_sn_scan: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
         return False

@@ -1,6 +1,6 @@
 """How Inductor, the back end of `torch.compile`, takes the kernel operators: as calls of the functions that implement them.
 
-All of this stands on private names, seen in 2.11 and 2.13; they are imported on use.
+The private names that this stands on are in `_torch/inductor.py`, which is imported on use: `ir` below.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ def lower_to_calls(operators: Iterable[Any], copy: Any) -> None:
     """
     if copy in _lowered:
         return
-    from torch._inductor import config, ir  # 2.11, 2.13
-    from torch._inductor.lowering import add_layout_constraint, fallback_handler, register_lowering  # 2.11, 2.13
-    from torch._inductor.utils import is_dynamic  # 2.11, 2.13
-    from torch._inductor.virtualized import V  # 2.11, 2.13
+    from .._torch import inductor as ir
+
+    V = ir.V
 
     def in_memory(tensor: Any) -> Any:
         """A value of Inductor's, computed into memory in the order that suits what it is computed from."""
@@ -44,7 +43,7 @@ def lower_to_calls(operators: Iterable[Any], copy: Any) -> None:
         base = tensor.data.unwrap_view() if isinstance(tensor.data, ir.BaseView) else tensor.data
         if isinstance(getattr(base, "data", None), ir.ComputedBuffer):
             base.data.decide_layout()  # type: ignore[union-attr]  # of a StorageBox
-        return ir.ExternKernel.realize_input(tensor)
+        return ir.FallbackKernel.realize_input(tensor)
 
     def in_one_order(node: Any, program: str, inputs: Any, *others: Any) -> tuple[Any, dict[str, Any]]:
         first = in_memory(inputs[0])
@@ -56,14 +55,17 @@ def lower_to_calls(operators: Iterable[Any], copy: Any) -> None:
                 return [same(v) for v in value]
             rank = len(value.get_size()) if isinstance(value, ir.TensorBox) else 0
             if rank == len(order):
-                return ir.ExternKernel.require_stride_order(value, order)
-            return ir.ExternKernel.require_stride_order(value, row) if rank and rank == len(row) else value
+                return ir.FallbackKernel.require_stride_order(value, order)
+            return ir.FallbackKernel.require_stride_order(value, row) if rank and rank == len(row) else value
 
-        return (program, [ir.ExternKernel.require_stride_order(first, order), *same(inputs[1:])], *map(same, others)), {}
+        return (program, [ir.FallbackKernel.require_stride_order(first, order), *same(inputs[1:])], *map(same, others)), {}
 
     def strides_asked() -> dict[Any, Any]:
         """Of results of the graph, the strides that they must have; None for any."""
         return V.graph.user_visible_output_strides  # 2.11, 2.13
+
+    def outside(x: Any) -> Any:
+        return ir.TensorBox.create(ir.FallbackKernel.create(copy, x))
 
     def keep(x: Any) -> Any:
         base = x.data.unwrap_view() if isinstance(x.data, ir.BaseView) else x.data
@@ -81,7 +83,7 @@ def lower_to_calls(operators: Iterable[Any], copy: Any) -> None:
             namespace, packet = operator.namespace, opname(operator)
             if not V.graph.cpp_wrapper:
                 self.python_kernel_name = f"torch.ops.{namespace}.call_{packet}"
-                if not any(map(is_dynamic, self.inputs)):
+                if not any(map(ir.is_dynamic, self.inputs)):
                     site = f"{namespace}_{packet}_{self.get_name()}"
                     wrapper.define_kernel(site, f"torch.ops.{namespace}.site_{packet}()", gpu=False)
                     self.python_kernel_name = site
@@ -99,8 +101,7 @@ def lower_to_calls(operators: Iterable[Any], copy: Any) -> None:
         return lower
 
     for operator in operators:
-        add_layout_constraint(operator, in_one_order)
-        register_lowering(operator, type_promotion_kind=None)(lowering(operator))
-    outside = fallback_handler(copy, add_to_fallback_set=False)
-    register_lowering(copy, type_promotion_kind=None)(lambda x: outside(x) if config.triton.cudagraphs else keep(x))
+        ir.add_layout_constraint(operator, in_one_order)
+        ir.register_lowering(operator, type_promotion_kind=None)(lowering(operator))
+    ir.register_lowering(copy, type_promotion_kind=None)(lambda x: outside(x) if ir.uses_cuda_graphs() else keep(x))
     _lowered.add(copy)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._capture.signature import core_name, make_signature
 from .._operator.eager_loop import over_time
-from .._torch.tracing import let_graphs_read_scalars, torch_scan, torch_while_loop, traced_to_fx
+from .._torch.tracing import proxy_mode, torch_scan, torch_while_loop
 from .._torch.transforms import active_transforms, transforms_active
 from ..errors import (
     DoubleBackwardError,
@@ -164,7 +164,7 @@ def scan_operator(
     if scan is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `scan` operator; use `eager_scan`")
     if torch.compiler.is_dynamo_compiling():
-        let_graphs_read_scalars()
+        dynamo.let_graphs_read_scalars()
     inputs, first, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, first, lifted, num_outputs, output_template_specs, states)
@@ -211,7 +211,7 @@ def _refuse_transforms(operator: str, *taken: str) -> None:
 def _refuse_trace() -> None:
     """Raise in a trace other than Dynamo's: PyTorch's `while_loop` lifts no tensors that a body closes over there, and the trace would hold
     fakes of them."""
-    if traced_to_fx():
+    if proxy_mode() is not None:
         raise RuntimeError(
             "PyTorch's `while_loop` cannot be traced by `make_fx` or by an export with `strict=False`: use `lowerable_scan`, or export "
             "with `strict=True`"

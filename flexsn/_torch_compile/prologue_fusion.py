@@ -8,8 +8,6 @@ PyTorch would compute, rounded at the same places.
 The gain: 5 to 10% of a training step of a compiled spiking VGG-11 (T = 4 and 16, batch 128, one H200), and the memory of the batch
 norms' results. `python benchmarks/network.py --output FILE --only relu_compiled flexsn_stateless_compiled`, with `--without-fusion` and
 without it, measures it.
-
-All of this stands on private names of Inductor, seen in 2.11 and 2.13; they are imported on use.
 """
 
 from __future__ import annotations
@@ -33,7 +31,8 @@ from .._program.cache import program_from
 from .._program.captured import Blueprint
 from .._program.lowered import LoweredStep
 from .._program.serialize import read, write
-from .._torch.availability import moved
+from .._torch.availability import FUSION, moved
+from .._torch.tensors import is_symbolic, size_expression
 
 aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -68,14 +67,11 @@ class Chain(NamedTuple):
 @functools.cache
 def register() -> None:
     """Rewrite graphs before Inductor takes them, from now on; not where this PyTorch lacks a name for it."""
-    if moved("batch norms in kernels"):
-        return
-    from torch._inductor.fx_passes.post_grad import pass_patterns  # 2.11, 2.13
-    from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern  # 2.11, 2.13
+    if not moved(FUSION):
+        from .._torch.inductor import rewrite
 
-    for operator in KERNEL_OPERATORS:
-        at_each = register_graph_pattern(CallFunctionVarArgs(operator), pass_dict=pass_patterns[-1])
-        at_each(lambda match, *_, **__: fuse(match.output_node()))
+        for operator in KERNEL_OPERATORS:
+            rewrite(operator, lambda node: fuse(node))
 
 
 def fuse(node: Any) -> None:
@@ -160,10 +156,12 @@ def _behind_views(made: Any) -> Any:
 
 
 def _equal(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # 2.11, 2.13
+    return list(map(_written, a)) == list(map(_written, b))
 
-    a, b = list(a), list(b)
-    return len(a) == len(b) and all([statically_known_true(m == n) for m, n in zip(a, b, strict=True)])
+
+def _written(size: Any) -> str:
+    """Return how a size is written: equal ones are written alike."""
+    return size_expression(size) if is_symbolic(size) else str(int(size))
 
 
 def _same_at_every_step(shape: Iterable[Any], whole: Iterable[Any]) -> bool:

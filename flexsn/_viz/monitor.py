@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._capture.signature import make_signature
 from .._torch.autograd import current_backward
-from .._torch.compiling import break_graph, is_compiled, unseen_by_dynamo
+from .._torch.compiling import is_compiled, outside_dynamo, unseen_by_dynamo
 from .._torch.transforms import is_plain
 from ..errors import MonitorError
 from ..module import FlexSN
@@ -244,11 +244,16 @@ def _common_mode(model: nn.Module) -> str:
     return "s" if {_mode(m) for m in model.modules()} - {None} == {"s"} else "m"
 
 
+@outside_dynamo("flexsn.monitor keeps values: leave its `with` before compiling")
+def _leave_graph() -> None:
+    """End the graph that Dynamo traces: what follows runs as it is, or where there must be one graph, is an error."""
+
+
 @unseen_by_dynamo
 def _after_call(record: LayerRecord, common: str, module: nn.Module, inputs: Any, output: Any) -> None:
     """The forward hook."""
     if torch.compiler.is_dynamo_compiling():
-        break_graph("flexsn.monitor keeps values: leave its `with` before compiling")
+        _leave_graph()
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise MonitorError(f"{_name(record)} returns {type(first).__name__}, not a tensor", hint="Leave it out of `layers`.")

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from .._capture.captured_values import lock  # AOTAutograd swaps what belongs to the whole process, and puts it back
 from .._capture.signature import core_name
 from .._torch.aot_autograd import aot_graph, load_aot, min_cut
-from .._torch.availability import require
+from .._torch.availability import KERNELS, LOWLEVEL, require
 from .._torch.capture import FakeTensorMode, fake_errors_unlogged, start_autograd
 from ..errors import FlexSNError, GraphCaptureError
 
@@ -112,8 +112,8 @@ class _Traced:
 @contextlib.contextmanager
 def _capturing(traced: _Traced, flags: Sequence[bool]) -> Iterator[list[Tensor]]:
     """Give fake tensors like the examples, in the surroundings in which a core is traced."""
-    require("flexsn.lowlevel")
-    require("fused kernels")
+    require(LOWLEVEL)
+    require(KERNELS)
     load_aot()
     start_autograd()
     fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -27,7 +27,7 @@ from .._ir.lowering import lower
 from .._ir.roles import Kind, Role, roles
 from .._program.static_parts import cut, static_graph
 from .._runtime.triton_kernel import _define
-from .._torch.availability import require
+from .._torch.availability import KERNELS, require
 from ..errors import CannotFuseError, UnsupportedOpError
 from .graphs import output_values
 from .info import StepRoles, meta_of
@@ -56,7 +56,7 @@ class ClosedStep:
             UnsupportedOpError: an op that no kernel expresses, by name.
             BackendUnavailableError: an internal interface of PyTorch has moved.
         """
-        require("fused kernels")
+        require(KERNELS)
         self._constants = {str(n.target): _attribute(graph, str(n.target)) for n in graph.nodes if n.op == "get_attr"}
         leaves = graph.find_nodes(op="placeholder")
         names = [*(n.name for n in leaves), *(f"captured_{target}" for target in self._constants)]

@@ -1,7 +1,5 @@
 """Internal interfaces of PyTorch that move: said with the versions, and what does not stand on them goes on."""
 
-import ast
-import importlib
 import os
 import re
 import subprocess
@@ -33,7 +31,8 @@ def without(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of a module of Inductor's
 def test_everything_is_there_in_the_versions_that_are_known():
-    assert [name for names in interfaces.INTERFACES.values() for name in names if not interfaces._is_there(name)] == []
+    groups = [names for group, names in interfaces.INTERFACES.items() if group != interfaces.GPU or torch.backends.cuda.is_built()]
+    assert [name for names in groups for name in names if not interfaces._is_there(name)] == []
     low, high = (tuple(map(int, v.split("."))) for v in interfaces.KNOWN.split(" to "))
     assert low <= tuple(map(int, re.match(r"(\d+)\.(\d+)", torch.__version__).groups())) <= high
 
@@ -41,79 +40,6 @@ def test_everything_is_there_in_the_versions_that_are_known():
 def test_what_is_not_there_is_seen():
     for name in ("torch._nothing:scan", "torch._higher_order_ops.scan:nothing", "torch._C:_functorch.nothing"):
         assert not interfaces._is_there(name)
-
-
-def private(name):
-    return any(re.match(r"_(?!_)|experimental$", part) for part in name.split("."))
-
-
-def is_module(name):
-    try:
-        return name in sys.modules or bool(importlib.util.find_spec(name))
-    except ModuleNotFoundError:  # its parent is none
-        return False
-
-
-def dotted(node):
-    """`a.b.c` of such an expression, or nothing."""
-    if isinstance(node, ast.Attribute) and (start := dotted(node.value)):
-        return f"{start}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def private_names(source):
-    """Of PyTorch: those that a source imports, those that it takes from modules that it imports, and `torch._C.these`."""
-    tree, found, modules = ast.parse(source), set(), {"torch": "torch"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                if is_module(name):
-                    modules[alias.asname or alias.name] = name
-                else:
-                    found.add(name)
-    for node in ast.walk(tree):
-        start, _, rest = dotted(node).partition(".")
-        if rest and start in modules:
-            found.add(f"{modules[start]}.{rest}")
-    return {name for name in found if private(name) and not is_module(name)}
-
-
-AT_IMPORT = {"torch._ops.HigherOrderOperator", "torch.utils._python_dispatch.TorchDispatchMode", "torch._C.DispatchKey"}
-NONE_WITHOUT = {"torch._higher_order_ops.scan", "torch._higher_order_ops.while_loop"}  # what needs them looks for them
-GPU_BUILDS = {"torch._C._cuda_getCurrentRawStream", "torch._C._cuda_getDevice", "torch._C._dynamo.guards"}  # alone have them
-PUBLIC = {"torch._check"}  # and documented
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of a module of Inductor's
-def test_private_names_are_in_the_table():
-    """In every file of the package; but those without which the import fails, and those that are optional."""
-    listed = {name.replace(":", ".") for names in interfaces.INTERFACES.values() for name in names}
-    known = listed | AT_IMPORT | NONE_WITHOUT | GPU_BUILDS | PUBLIC
-    used = {name: path.name for path in (ROOT / "flexsn").glob("**/*.py") for name in private_names(path.read_text())}
-    within = lambda name, other: f"{other}.".startswith(f"{name}.")
-    assert {n: file for n, file in used.items() if not any(within(n, k) or within(k, n) for k in known)} == {}
-    assert len(used) > 50
-
-
-def test_the_page_names_those_that_the_import_needs():
-    page = (ROOT / "docs" / "guarantees.md").read_text()
-    assert [name for name in AT_IMPORT if f"`{name}`" not in page] == []
-
-
-def test_private_names_are_seen():
-    source = """
-import torch
-from torch._dynamo.variables import higher_order_ops as dynamo
-from torch.overrides import _push_mode, TorchFunctionMode
-def f():
-    from torch._prims_common import elementwise_dtypes
-    return dynamo.speculate_subgraph(torch._C._functorch.level(), torch.nn.__name__)
-"""
-    assert private_names(source) == {
-        "torch._dynamo.variables.higher_order_ops.speculate_subgraph", "torch.overrides._push_mode", "torch._prims_common.elementwise_dtypes",
-        "torch._C._functorch.level",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["torch._guards:tracing", "torch._subclasses.fake_tensor:FakeTensorMode"])
@@ -146,8 +72,8 @@ def test_a_moved_interface_of_a_step(without):
     """What takes an ATen graph apart stands on the interfaces of the kernels too."""
     graph = lowlevel.generate_inference_graph(lambda x: x + 1, [torch.rand(3)])
     interfaces.moved.cache_clear()
-    without("torch._prims_common:elementwise_dtypes")
-    with pytest.warns(InterfaceWarning), pytest.raises(BackendUnavailableError, match="elementwise_dtypes"):
+    without("torch._decomp:decomposition_table")
+    with pytest.warns(InterfaceWarning), pytest.raises(BackendUnavailableError, match="decomposition_table"):
         lowlevel.generate_triton_code_str(graph, "core")
 
 
@@ -191,8 +117,8 @@ print(*sorted(w.category.__name__ for w in said if w.category.__module__ == "fle
 
 
 @pytest.mark.parametrize(("module", "name", "said"), [
-    ("torch._subclasses.fake_tensor", "DynamicOutputShapeException", "FallbackWarning InterfaceWarning\n"),
-    pytest.param("torch._prims_common", "elementwise_dtypes", "FallbackWarning InterfaceWarning\n", marks=pytest.mark.slow),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode", "FallbackWarning InterfaceWarning\n"),
+    pytest.param("torch._decomp", "decomposition_table", "FallbackWarning InterfaceWarning\n", marks=pytest.mark.slow),
     pytest.param("torch.utils._python_dispatch", "_disable_current_modes", "FallbackWarning InterfaceWarning\n", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_flexsn_imports_and_runs_without(tmp_path, module, name, said):
@@ -225,7 +151,7 @@ def test_flexsn_imports_with_none_of_them():
     gone = {name.replace(":", ".") for names in interfaces.INTERFACES.values() for name in names}
     done = subprocess.run([sys.executable, "-c", NOTHING.format(gone=gone)], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {"ProxyTorchDispatchMode", "FakeTensorMode"} <= set(done.stdout.split())
+    assert {"HigherOrderOperator", "FakeTensorMode"} <= set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", ["set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy"])
