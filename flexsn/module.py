@@ -22,8 +22,8 @@ from ._capture.arguments import (
     operand_counts,
     param_names,
 )
-from ._capture.core_owner import CoreOwner, Tensors, free_names
 from ._capture.signature import check_core, core_name, not_a_tensor, positional_names
+from ._captured.core_owner import CoreOwner, Tensors, free_names
 from ._operator.checkpointed import Within, enter, starts_anew
 from ._operator.dispatch import run_core
 from ._operator.library import carry

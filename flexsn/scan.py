@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._capture.captured_values import CapturedValues, look
 from ._capture.signature import core_name, make_signature
+from ._captured.captured_values import CapturedValues, look
 from ._operator.dispatch import run_core
 from ._operator.streaming import in_pieces, scan_pieces
 from ._torch.compiling import outside_dynamo

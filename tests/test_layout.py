@@ -16,7 +16,7 @@ import flexsn
 
 PACKAGE = Path(flexsn.__file__).parent
 ORDER = [  # directories and files at the top; each imports only what stands before it
-    "errors", "_version", "_torch", "_ir", "_surrogate_arguments", "surrogate", "_capture", "_plan", "_codegen", "_runtime", "_program", "_operator", "_torch_compile",
+    "errors", "_version", "_torch", "_ir", "_surrogate_arguments", "surrogate", "_capture", "_captured", "_plan", "_codegen", "_runtime", "_program", "_operator", "_torch_compile",
     "scan", "module", "neurons", "lowlevel", "_viz", "_report", "interchange", "_cli", "__main__",
 ]  # fmt: skip
 

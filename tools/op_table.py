@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 import flexsn
-from flexsn._capture.captured_values import lock
+from flexsn._captured.captured_values import lock
 from flexsn._ir.graph import interpret
 from flexsn._plan.plan import KernelPlan
 from flexsn._program.cache import PROGRAMS

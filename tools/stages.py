@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from flexsn._capture.captured_values import look
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta, Trace
+from flexsn._captured.captured_values import look
 from flexsn._codegen import cpp as render_cpp
 from flexsn._program.cache import program_for
 from flexsn._program.compiled import Program

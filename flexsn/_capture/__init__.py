@@ -1,1 +1,1 @@
-"""From a core to a recorded step: signature, captured values, tracing, the vector-Jacobian product."""
+"""From a core to a recorded step: signature, tracing, decompositions, the vector-Jacobian product."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.captured_values import CapturedValues
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
+from .._captured.captured_values import CapturedValues
 from .._runtime import fork
 from .._runtime.backends import check_backend
 from .._torch.autograd import call_modes, unwrap_if_dead

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.captured_values import lock
+from .._captured.captured_values import lock
 from .._ir.roles import Kind, Role, roles
 from .._plan.plan import Plan
 from .._program import serialize

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._capture.captured_values import CapturedValues
 from .._capture.signature import Signature, step_shape
 from .._capture.trace import Meta
+from .._captured.captured_values import CapturedValues
 from .._program.cache import program_for
 from .._program.captured import Blueprint, Shapes
 from .._program.compiled import Program

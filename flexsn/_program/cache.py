@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._capture.captured_values import CapturedValues, lock
-from .._capture.side_effects import no_side_effects
 from .._capture.signature import Signature, noting_default_states
 from .._capture.trace import Meta
+from .._captured.captured_values import CapturedValues, lock
+from .._captured.side_effects import no_side_effects
 from .._runtime.backends import backend_of
 from .._torch.availability import KERNELS, require
 from .._torch.capture import no_modes

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.captured_values import CapturedValues, lock
-from .._capture.side_effects import no_side_effects
 from .._capture.signature import Signature
 from .._capture.trace import Meta
+from .._captured.captured_values import CapturedValues, lock
+from .._captured.side_effects import no_side_effects
 from .._ir.roles import Kind, Role, of_kind, roles
 from .._plan import plan
 from .._runtime.backends import BACKENDS, Kernel, NoKernel

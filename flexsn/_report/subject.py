@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.captured_values import CapturedValues, look
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
+from .._captured.captured_values import CapturedValues, look
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN

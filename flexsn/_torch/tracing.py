@@ -12,14 +12,12 @@ from .availability import TRACES, moved
 from .capture import FakeTensorMode
 
 try:
-    from torch._ops import HigherOrderOperator  # 2.11, 2.13
+    from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11, 2.13
 except ImportError:
 
     class HigherOrderOperator:  # type: ignore[no-redef]  # stands in for the missing one: no trace takes it
         def __init__(self, *_: Any, **__: Any): ...
 
-
-__all__ = ["HigherOrderOperator"]  # the name that is only passed on
 
 _CALL_MODULE = torch.nn.Module.__call__  # a trace puts its own there
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.captured_values import look
+from .._captured.captured_values import look
 from .._operator.dispatch import run_core
 from .._torch.compiling import outside_dynamo, unseen_by_dynamo
 from .._torch.tracing import HigherOrderOperator

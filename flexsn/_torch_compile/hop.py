@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.captured_values import look
+from .._captured.captured_values import look
 from .._operator.dispatch import run_core
 from .._operator.fallback import warn_once
 from .._torch.autograd import skipping_autograd

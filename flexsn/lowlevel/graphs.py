@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._capture.captured_values import lock  # AOTAutograd swaps what belongs to the whole process, and puts it back
 from .._capture.signature import core_name
+from .._captured.captured_values import lock  # AOTAutograd swaps what belongs to the whole process, and puts it back
 from .._torch.aot_autograd import aot_graph, load_aot, min_cut
 from .._torch.availability import KERNELS, LOWLEVEL, require
 from .._torch.capture import FakeTensorMode, fake_errors_unlogged, start_autograd

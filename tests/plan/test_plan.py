@@ -6,9 +6,9 @@ from cores import adlif, lif
 from helpers import run_kernel
 
 import flexsn
-from flexsn._capture.captured_values import look
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
+from flexsn._captured.captured_values import look
 from flexsn._ir.graph import Builder, interpret
 from flexsn._ir.roles import Kind, Role
 from flexsn._plan.plan import Array, KernelPlan, Plan, Segment, chunk_in_cache, plan_backward

@@ -506,7 +506,7 @@ FORKS = """
 import os, signal, threading, time, torch, flexsn
 from flexsn._runtime import fork as forks
 from flexsn._runtime import cpp_kernel as launch_cpp
-from flexsn._capture import captured_values as reads
+from flexsn._captured import captured_values as reads
 
 forks.forked = False  # stands for a process of its own: its mother started no thread
 torch.set_num_threads(2)

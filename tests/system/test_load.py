@@ -225,7 +225,7 @@ def caches():
     assert {
         "flexsn._program.cache.PROGRAMS.exact",
         "flexsn._runtime.cpp_kernel._kernels",
-        "flexsn._capture.captured_values._looks",
+        "flexsn._captured.captured_values._looks",
         "flexsn._operator.library._launches",
     } <= set(tables)
     assert {"flexsn.lowlevel.source._loaded", "flexsn._operator.fallback._warned"} <= set(

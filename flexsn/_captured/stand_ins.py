@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._capture.signature import core_name
 from ..errors import CannotFuseError
 from .reach import Reach
 from .refusals import refusal_of
 from .shells import Shells
-from .signature import core_name
 from .user_code import (
     CONSTANTS,
     CONTAINERS,

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize, prune
 
 import flexsn
 from flexsn import FlexSN
-from flexsn._capture.captured_values import look
+from flexsn._captured.captured_values import look
 from flexsn.errors import CapturedValueWarning, RandomOpError, SideEffectError, UnsupportedValueError
 
 GAIN, WEIGHT = 0.5, torch.tensor(3.0)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from .._capture.signature import core_name
 from ..errors import CannotFuseError, RandomOpError, SideEffectError, UnsupportedValueError
-from .signature import core_name
 
 
 def refusal_of(path: str, value: Any, core: Callable[..., Any]) -> CannotFuseError | None:
