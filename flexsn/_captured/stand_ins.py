@@ -362,7 +362,7 @@ class Walk:
         owner = getattr(value, "__self__", None)
         if isinstance(owner, Tensor):
             return getattr(self._slot(f"{path}.self", (owner,), 0, owner), value.__name__)
-        if owner is None or isinstance(owner, (types.ModuleType, type)):
+        if owner is None or isinstance(owner, (types.ModuleType, type)) or type(owner).__module__ == "pybind11_builtins":
             return self._as_it_is(path, value)
         if (error := refusal_of(path, owner, self._root)) is not None:
             return self._refuse(path, value, error)

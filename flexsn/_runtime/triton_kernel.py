@@ -235,7 +235,7 @@ class Kernel:
             ) from error
 
     def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int, given: Sequence[int]) -> None:
-        block = min(128, 1 << (N - 1).bit_length())
+        block = min(128 if N <= 4096 else 1024, 1 << (N - 1).bit_length())
         addresses([t for t in arrays if t is not None])
         present = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         taken = [t.float() if t.dtype is torch.bfloat16 else t for t in present]  # the interpreter rounds bfloat16 towards zero

@@ -111,8 +111,14 @@ CHANGES = {
 
 
 # --- 1: what is captured, and compared or read anew ------------------------------------------------------------------------
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("way", ["plain", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("change", "way"),
+    [
+        *((change, "plain") for change in CHANGES),
+        # Dynamo, by itself, takes the methods of a class as they were when it compiled
+        *(pytest.param(change, "compiled", marks=pytest.mark.slow) for change in CHANGES if change != "a method"),
+    ],
+)
 def test_changes_are_seen(change, way, monkeypatch):
     make, captures_again = CHANGES[change]
     net, x = Net(), torch.rand(5, 3)
