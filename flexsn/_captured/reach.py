@@ -16,7 +16,7 @@ from .user_code import (
     NAMESPACES,
     WHOLE,
     functions_in,
-    globals_in,
+    globals_of,
     is_library,
     is_users,
     members,
@@ -61,7 +61,7 @@ class Reach:
                 if cell != types.CellType():
                     yield cell.cell_contents, fixed
             values = (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values())
-            yield from ((v, fixed) for v in (*values, *(one.__globals__[n] for n in globals_in(one.__code__) if n in one.__globals__)))
+            yield from ((v, fixed) for v in (*values, *(one.__globals__[n] for n in globals_of(one))))
         elif isinstance(one, types.MethodType):
             yield from ((one.__func__, fixed), (one.__self__, fixed))
         elif isinstance(one, functools.partial):

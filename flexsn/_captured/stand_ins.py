@@ -29,7 +29,7 @@ from .user_code import (
     WHOLE,
     class_behind,
     functions_in,
-    globals_in,
+    globals_of,
     is_library,
     is_users,
     members,
@@ -179,10 +179,9 @@ class Walk:
         )
         if fn.__kwdefaults__:
             made.__kwdefaults__ = {n: self._slot(prefix + n, fn.__kwdefaults__, n, v, own) for n, v in fn.__kwdefaults__.items()}
-        for name in globals_in(code):
-            if name in variables:
-                self.simple &= vars(sys.modules.get(fn.__globals__.get("__name__", ""), types)) is fn.__globals__
-                variables[name] = self._slot(prefix + name, fn.__globals__, name, variables[name])
+        for name in globals_of(fn):
+            self.simple &= vars(sys.modules.get(fn.__globals__.get("__name__", ""), types)) is fn.__globals__
+            variables[name] = self._slot(prefix + name, fn.__globals__, name, variables[name])
         made.__dict__.update({n: self._slot(f"{prefix}{n}", vars(fn), n, v) if n in self._names else v for n, v in vars(fn).items()})
         self._shells.add(path, variables)
         self._shells.add(path, made.__dict__)
@@ -297,9 +296,8 @@ class Walk:
             for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
                 if name != "__class__":
                     self._slot(f"{path}.{name}", cell, None, cell.cell_contents)
-            for name in globals_in(fn.__code__):
-                if name in fn.__globals__:
-                    self._slot(f"{path}.{name}", fn.__globals__, name, fn.__globals__[name])
+            for name in globals_of(fn):
+                self._slot(f"{path}.{name}", fn.__globals__, name, fn.__globals__[name])
 
     def _type(self, path: str, cls: type, own: bool) -> Any:
         """A class, taken as it is: the code of its methods and what the core names of it count."""

@@ -106,6 +106,13 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset((*(name for part in parts for name in part.co_names), *texts))
 
 
+def globals_of(fn: types.FunctionType) -> list[str]:
+    """Return names of globals that a function reads, and that are there; none of a library's function, which a decorator made."""
+    if is_library(fn.__globals__.get("__name__", "")):
+        return []
+    return [name for name in globals_in(fn.__code__) if name in fn.__globals__]
+
+
 @functools.lru_cache(maxsize=4096)
 def globals_in(code: types.CodeType) -> tuple[str, ...]:
     """Return names of globals that a function reads."""

@@ -639,7 +639,7 @@ from triton.backends.compiler import GPUTarget
 
 built = 0
 for name in here.CORES:
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):
         for kernel in (*here.from_source(name, "inference", dtype)[:1], *here.from_source(name, "training", dtype)[:2]):
             for present in ([], None):
                 plan, text = kernel.render(present=present)
@@ -661,4 +661,4 @@ def test_kernels_of_a_source_build_for_a_gpu(tmp_path):
     command = [sys.executable, "-c", BUILDS, str(Path(__file__).parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) == 99
+    assert int(done.stdout) == 51
