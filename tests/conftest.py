@@ -1,5 +1,6 @@
 """A private cache of kernels for the whole run, shared by xdist workers, and fixtures that several files use."""
 
+import collections
 import os
 import shutil
 import sys
@@ -25,11 +26,32 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/* from what the renderer gives now")
 
 
+def spare_the_interpreter():
+    """Triton's interpreter patches its whole language again at every call of a device function: a fifth of the time of such tests."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patching, patched = interpreter.InterpretedFunction.__call__, set()
+
+    def call(function, *args, **kwargs):
+        module = function.fn.__module__
+        if (
+            module.startswith("triton.") and module not in patched
+        ):  # the first of each patches for all; the kernel itself has patched the rest
+            patched.add(module)
+            return patching(function, *args, **kwargs)
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
 def pytest_configure(config):
     if config.getoption("--device") == "cuda":
         torch.set_default_device("cuda")
     else:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: `backend="triton"` takes CPU tensors
+        spare_the_interpreter()
     if hasattr(config, "workerinput"):  # an xdist worker inherits the environment of the main process
         torch.set_num_threads(1)
         return
@@ -38,7 +60,30 @@ def pytest_configure(config):
     os.environ["FLEXSN_CACHE_DIR"] = folder
 
 
+QUICK_CASES = 3
+
+
+def spread(cases, count):
+    """Return so many of the cases, the first and the last among them."""
+    return cases if len(cases) <= count else [cases[round(k * (len(cases) - 1) / (count - 1))] for k in range(count)]
+
+
+def mark_most_cases_slow(items):
+    """Of a test with many cases, `make test` runs three, first and last among them; the others are slow tests like those marked by hand."""
+    tests = collections.defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        quick = spread(cases, QUICK_CASES)
+        for item in cases:
+            if item not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config, items):
+    mark_most_cases_slow(items)
     if config.getoption("--device") == "cpu":  # where Triton interprets
         for item in items:
             if item.get_closest_marker("gpu"):

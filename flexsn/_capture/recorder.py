@@ -315,7 +315,7 @@ class Recorder(Refusing, TorchDispatchMode):
         except ValueError as error:  # of a fake view: params lie otherwise in the call
             raise UnsupportedOpError(f"`{op_name(self.user_op or func)}`: {error}", core=self.sig.core, line=self.line()) from None
         except RuntimeError as error:
-            if depends_on_values(func, error):
+            if depends_on_values(error):
                 raise NotElementwiseError(
                     f"the shape of `{op_name(self.user_op or func)}` depends on values", core=self.sig.core, line=self.line(),
                     hint="Decide neuron by neuron: `torch.where(mask, a, b)`.",

@@ -29,20 +29,16 @@ except ImportError:  # `interfaces.require` says so before a core is captured; i
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "disable_modes"]  # the names that are only passed on
 
 
-def depends_on_values(func: Any, error: RuntimeError) -> bool:
-    """Whether `func` failed on fake tensors since its result depends on values."""
-    return _knows_no_rule(func, error) and not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags)
-
-
-def _knows_no_rule(func: Any, error: RuntimeError) -> bool:
-    """Whether fake tensors have no rule for `func`: their error then says no more than the operator, or has a `reason` (2.11, 2.13)."""
-    return error.args == (func,) or hasattr(error, "reason")
+def depends_on_values(error: RuntimeError) -> bool:
+    """Whether an operator failed on fake tensors since its result, or that of an operator inside it, depends on values."""
+    tags = getattr(error.args[0], "tags", ()) if len(error.args) == 1 else ()
+    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(tags)
 
 
 def lacks_fake_kernel(func: Any, error: RuntimeError) -> bool:
-    """Whether `func` failed on fake tensors for want of a fake kernel, or may have: custom operators say so in words only. The one of
-    shifts refuses bools, which the real ones take (2.13)."""
-    return _knows_no_rule(func, error) or "an integral dtype" in str(error) or func.namespace not in ("aten", "prims")
+    """Whether `func` failed on fake tensors for want of a fake kernel, or may have: the error then says no more than the operator, or has
+    a `reason` (2.11, 2.13); custom operators say so in words only. The one of shifts refuses bools, which the real ones take (2.13)."""
+    return error.args == (func,) or hasattr(error, "reason") or "an integral dtype" in str(error) or func.namespace not in ("aten", "prims")
 
 
 @functools.cache

@@ -243,6 +243,7 @@ def test_self_test_sees_wrong_gradients(monkeypatch):
 
 
 # --- bench ---------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_bench(run, tmp_path):
     pytest.importorskip("matplotlib")
     code, out, _ = run("bench", "--no-peers", "--neuron", "lif", "--shape", "20,64", "--json", "--plot", tmp_path / "roof.png")

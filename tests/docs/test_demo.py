@@ -42,6 +42,7 @@ def test_fused_and_eager_training_have_the_same_loss_curve(digits, seed):
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_quick_run_writes_metrics_and_picture(tmp_path):
     command = [sys.executable, str(EXAMPLES / "digits.py"), "--quick", "--seed", "3", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})

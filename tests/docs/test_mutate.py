@@ -7,6 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 import mutate
+import pytest
 
 SOURCE = '''"""Of one module."""
 
@@ -29,6 +30,7 @@ def test_every_mutant_is_one_change():
     assert "f'a - {n}'" in texts[-1] and made[-1].line == 7
 
 
+@pytest.mark.slow
 def test_outcomes(tmp_path):
     text = "import os, time, pytest\n" + "\n".join(
         f"def test_{name}(): {act}"

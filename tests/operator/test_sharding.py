@@ -457,6 +457,7 @@ SLOW = ["check_compiled"]
 CHECKS = [n for n in list(globals()) if n.startswith("check_") and n not in SLOW]
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     launch(__file__, 2, CHECKS, tmp_path)
 

@@ -322,6 +322,7 @@ def check_killed(rank, world):
         print("step", step, flush=True)
 
 
+@pytest.mark.slow
 def test_killed_process_ends_the_others(tmp_path):
     codes, texts = start(__file__, 2, ["check_killed"], tmp_path, seconds=60)
     assert codes[1] == -signal.SIGKILL

@@ -147,6 +147,7 @@ VIEWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("view", range(len(VIEWS)))
 def test_a_captured_tensor_that_the_core_views_dies(view, trains):
