@@ -74,6 +74,7 @@ def test_without_gradients_the_same_values(core):
                 assert torch.equal(a, b) and not a.requires_grad
 
 
+@pytest.mark.slow
 def test_wide_state_core_with_longer_chunks():
     """Three states, one input: chunks are longer than 16 steps."""
 
@@ -92,7 +93,7 @@ def test_wide_state_core_with_longer_chunks():
 def test_many_neurons_many_tiles(N, threads):
     threads(2)
     xs, vs, ps = operands(lif, K + 2, (N,), torch.float32)
-    check(lif, xs, vs, ps, sequences=True, scale=30, only="cpp")  # the only one with tiles and threads on a CPU
+    check(lif, xs, vs, ps, sequences=True, scale=30)
 
 
 # --- strides ----------------------------------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ def test_the_text_names_no_device_and_no_object():
         assert '"cpu"' not in written and " at 0x" not in written
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same():
     code = "import test_text\nfor make in test_text.CASES.values(): print(test_text.text.write(make(), vjp=True))"
     done = subprocess.run(

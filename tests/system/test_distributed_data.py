@@ -336,7 +336,7 @@ CHECKS = [n for n in list(globals()) if n.startswith("check_") and n not in ("ch
 FEW = ["check_ddp", "check_states_stay", "check_fsdp"]
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, CHECKS), (4, FEW)])
+@pytest.mark.parametrize(("world", "names"), [(2, CHECKS), pytest.param(4, FEW, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_process(world, names, tmp_path):
     launch(__file__, world, names, tmp_path)
 

@@ -46,6 +46,7 @@ def test_random_cores_give_the_bits_of_eager(first):
     assert len(report.ops) >= 0.9 * len(OPS)
 
 
+@pytest.mark.slow
 def test_random_cores_as_users_get_them():
     """Vector loops and threads, in one library."""
     report = judged(300, 320, flags=batch.AS_USERS_GET_THEM, depth=12)

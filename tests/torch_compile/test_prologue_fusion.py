@@ -99,6 +99,7 @@ def test_batch_norm(fused, T, train):
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_half_precision_is_rounded_as_eager_rounds_it(fused):
     model = Block(neuron(relu_mem))
     x = torch.randn(4, 2, 3, 7, 5)
