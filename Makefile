@@ -61,10 +61,10 @@ examples: export OMP_WAIT_POLICY ?= passive
 examples: $(READY) ## train every example at full scale (minutes): demo_output/<name>/metrics.json and a picture
 	for name in japanese_vowels pig_cvp events_tonic two_compartments lightning_digits; do $(BIN)/python examples/$$name.py || exit; done
 
-test: $(READY) ## the tests that take minutes at most
+test: $(READY) ## the quick tests, three cases of those that have many: 9 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
-test-slow: $(READY) ## the slow tests alone
+test-slow: $(READY) ## the slow tests, and the other cases of the quick ones
 	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu"
 
 test-full: $(READY) ## the tests and the slow tests
