@@ -48,7 +48,8 @@ class CapturedValues:
         self._places = walk.places
         self.any_tensors = bool(walk.places)
         self._root = tuple([getattr(core, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__")])
-        self.fingerprint = tuple(walk.constants)
+        # what is taken as it is may change unseen: such a look shares no program with another
+        self.fingerprint = (*walk.constants, object()) if walk.frozen else tuple(walk.constants)
         self.frozen, self.kept, self.simple, self.refusal = walk.frozen, walk.kept, walk.simple, walk.refusal
         self.own_paths = walk.own
         self.own: dict[str, Callable[[], Tensor]] = {}

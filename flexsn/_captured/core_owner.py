@@ -26,9 +26,9 @@ class Tensors(nn.Module):
 def register(module: nn.Module, name: str, value: Tensor) -> None:
     """Make a tensor the module's own. Past `register_parameter`, which refuses names that the class has (a neuron's `tau`)."""
     tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    for table in tables:  # a value of another kind
-        table.pop(name, None)
-    tables[not isinstance(value, nn.Parameter)][name] = value
+    own, other = tables if isinstance(value, nn.Parameter) else reversed(tables)
+    other.pop(name, None)  # a value of another kind
+    own[name] = value  # at the place of one that was there: optimizers and averages count parameters
 
 
 def free_name(wanted: str, taken: Collection[str], cls: type = Tensors) -> str:
@@ -127,8 +127,14 @@ class CoreOwner(nn.Module):
         state = super().__getstate__()  # without what `compile()` bound to this very module
         return state | {"_seen": None, "_looked_at": None, "_origin": {}}  # what it holds stays its own, wherever it is loaded
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Save what the core's cells hold now, also before the next call."""
+        self.captured_values()
+        super()._save_to_state_dict(*args)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take the keys of 0.1.0 too, which held what a core captured under `captured.`."""
+        """Load into what the core's cells hold now. Take the keys of 0.1.0 too, which held what a core captured under `captured.`."""
+        self.captured_values()
         start = f"{prefix}captured."
         old = {key: key.removeprefix(start).replace(".", "_") for key in state_dict if key.startswith(start)}
         if old:

@@ -62,6 +62,7 @@ class Walk:
         self._names, self._fixed, self._whole = reach.names, reach.fixed, not reach.names.isdisjoint(WHOLE)
         self._memo: dict[int, Any] = {}
         self._first: dict[int, str] = {}
+        self._bases: set[type] = set()
         self._alive: list[Any] = []  # so that ids stay unique
         self._shells = Shells()
         self._hooked = False
@@ -268,6 +269,7 @@ class Walk:
         self.constants.append((path, "class", id(type(value))))
         self.kept.append(type(value))
         self.attributes.append((value, "__class__", type(value)))
+        self._watch_bases(type(value))
         seen = set(held)
         for base, name, raw in members(type(value), made=True):
             if name not in self._names and name != "forward" and not name.startswith("__"):
@@ -282,6 +284,12 @@ class Walk:
             elif name not in seen and not name.startswith("__"):
                 held[name] = self._slot(where, vars(base), name, raw)
             seen.add(name)
+
+    def _watch_bases(self, cls: type) -> None:
+        """Guard against names that are set on a class later, before those of its bases."""
+        new = [base for base in users_bases(cls) if base not in self._bases]
+        self._bases.update(new)
+        self.sizes += [(vars(base), len(vars(base))) for base in new]
 
     def _code(self, path: str, raw: Any) -> None:
         """Functions that stay in their class: what they name counts, and stands for itself."""
@@ -304,6 +312,7 @@ class Walk:
         self.constants.append((path, "class", id(cls)))
         self.kept.append(cls)
         self._remember(cls, cls)
+        self._watch_bases(cls)
         for base, name, raw in members(cls, made=False):
             if any(functions_in(raw)):
                 self.items.append((vars(base), name, raw))
@@ -338,9 +347,8 @@ class Walk:
         return made
 
     def _holds(self, path: str, value: Any) -> None:
-        self.simple = self.simple and all(
-            isinstance(one, (*CONSTANTS, Tensor)) for one in (value.values() if isinstance(value, dict) else value)
-        )
+        inside = value.values() if isinstance(value, dict) else value
+        self.simple = self.simple and all(isinstance(one, (*CONSTANTS, Tensor)) for one in inside)
         self._sized(path, value)
 
     def _sized(self, path: str, value: Any) -> None:

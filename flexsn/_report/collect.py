@@ -180,6 +180,7 @@ def _operands(subject: Subject, call: Call | None) -> list[Operand]:
         found.append(Operand("state", name, shape, "" if dtype is None else _dtype(dtype)))
     found += [Operand("param", n, tuple(p.shape), _dtype(p.dtype)) for n, p in zip(sig.param_names, subject.params, strict=True)]
     found += [Operand("captured", n.removeprefix("core."), tuple(t.shape), _dtype(t.dtype)) for n, t in subject.captured.items()]
+    found += [Operand("frozen", name, (), kind) for name, kind in subject.seen.frozen]
     if call is not None:
         metas = call.program.blueprint.outputs
         found += [Operand("output", f"output {k}", call.shapes.outputs[k], _dtype(m.dtype)) for k, m in enumerate(metas)]

@@ -11,9 +11,9 @@ class Operand:
     """What goes into a step, or comes out of it.
 
     Attributes:
-        kind: `input`, `state`, `param`, `captured` or `output`.
+        kind: `input`, `state`, `param`, `captured`, `frozen` (taken as it was at the capture) or `output`.
         shape: at one step.
-        dtype: "" for a default state of a core that was not captured.
+        dtype: "" for a default state of a core that was not captured; the type of what is `frozen`.
     """
 
     kind: str

@@ -39,6 +39,8 @@ def _heading(report: Facts, title: str) -> str:
 
 
 def operand_words(operand: Operand) -> str:
+    if operand.kind == "frozen":
+        return f"{operand.name}: a {operand.dtype}, as it was at the capture: later changes are not seen"
     return f"{operand.name}: " + (f"{operand.dtype}{list(operand.shape)}" if operand.dtype else "as the core returns it")
 
 

@@ -182,6 +182,60 @@ def test_bound_methods_of_tensors_captured(name):
         assert torch.equal(y, torch.full((2, 3), value)) and torch.autograd.grad(y.sum(), held)[0].sum() == 6.0
 
 
+@pytest.mark.parametrize("kind", ["object", "module"])
+@pytest.mark.parametrize("name", ["threshold", "leak", "decay", "limit"])
+def test_what_is_set_on_a_class_before_what_it_inherits_is_seen(kind, name):
+    """A number, a method, a static and a class method."""
+
+    class Base:
+        threshold = 1.0
+
+        def leak(self, v):
+            return v * 0.5
+
+        @staticmethod
+        def decay(v):
+            return v * 0.5
+
+        @classmethod
+        def limit(cls):
+            return cls.threshold
+
+        def forward(self, x, v):
+            h = self.leak(v) + self.decay(v) + x
+            return (h > self.threshold) * 1.0 + self.limit() * h, h
+
+    Own = type("Own", (Base, nn.Module) if kind == "module" else (Base,), {})
+    core = Own() if kind == "module" else Own().forward
+    x = torch.rand(5, 3)
+    call = lambda backend: flexsn.scan(core, [x], [torch.zeros(3)], backend=backend).outputs[0]
+    neuron = FlexSN(core, num_states=1, stateful=False, strict=True)
+    before = neuron(x)
+    new = {
+        "threshold": 2.0,
+        "leak": lambda self, v: v * 0.9,
+        "decay": staticmethod(lambda v: v * 0.9),
+        "limit": classmethod(lambda cls: 3.0),
+    }
+    setattr(Own, name, new[name])
+    assert torch.equal(neuron(x), call("torch")) and not torch.equal(neuron(x), before)
+
+
+def test_what_is_set_on_a_class_of_a_closure_is_seen():
+    class Base:
+        gain = 2.0
+
+    class Own(Base):
+        pass
+
+    neuron, x = FlexSN(lambda x, v: (x * Own.gain, v), num_states=1, stateful=False, strict=True), torch.ones(2, 3)
+    assert torch.equal(neuron(x), 2.0 * x)
+    Own.gain = 3.0
+    assert torch.equal(neuron(x), 3.0 * x)
+    del Own.gain
+    assert torch.equal(neuron(x), 2.0 * x)
+
+
 # --- 2: what is taken as it is, and what is refused ---------------------------------------------------------------------------
 class WithSlots:
     __slots__ = ("k",)
@@ -206,11 +260,29 @@ def test_what_is_taken_as_it_is(held, kind):
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")
         neuron(x)
-    if isinstance(held, set):
-        held.clear()
-        held.add(3.0)
-        assert torch.equal(neuron(x), 2.0 * x)
-        assert neuron.recapture().frozen == [("held", "set")]
+    frozen = [(o.name, o.dtype) for o in flexsn.explain(neuron, x).operands if o.kind == "frozen"]
+    assert frozen == [("held.k" if isinstance(held, WithSlots) else "held", kind)]
+    for value in (3.0, 4.0, 2.0):
+        before, other = neuron(x), FlexSN(core, num_states=1, stateful=False, strict=True)
+        if isinstance(held, set):
+            held.clear(), held.add(value)
+        elif isinstance(held, WithSlots):
+            held.k = value
+        else:
+            held[0] = value
+        assert torch.equal(neuron(x), before)
+        neuron.recapture()
+        assert torch.equal(neuron(x), value * x) and torch.equal(other(x), value * x)  # another takes it as it is at its own capture
+
+
+def test_a_look_again_at_what_is_taken_as_it_is_builds_nothing(counts):
+    held, x = numpy.full(3, 2.0), torch.ones(2, 3)
+    neuron = FlexSN(lambda x, v: (x * float(held[0]), v), num_states=1, stateful=False, strict=True)
+    with pytest.warns(CapturedValueWarning):
+        neuron(x)
+    built = counts.builds
+    neuron.recapture()
+    assert torch.equal(neuron(x), 2.0 * x) and counts.builds == built
 
 
 ITERATOR, VARIABLE = iter([1.0, 2.0]), contextvars.ContextVar("variable", default=2.0)
@@ -383,6 +455,20 @@ def test_operands_are_read_from_where_they_are_registered(backend):
     assert torch.equal(neuron(x), 4.0 * x)
     neuron.load_state_dict({"captured.tau": torch.tensor(3.0), "captured.bias": torch.tensor(0.0)})  # of 0.1.0
     assert torch.equal(neuron(x), 3.0 * x)
+
+
+def test_a_variable_of_the_core_that_holds_another_parameter():
+    """Saved, loaded and averaged are those that calls read, each at its place."""
+    first, second = (nn.Parameter(torch.tensor(v)) for v in (1.0, 2.0))
+    neuron, x = FlexSN(lambda x, v: (x * first - second, v), num_states=1, stateful=False, strict=True), torch.ones(2, 1)
+    average = torch.optim.swa_utils.AveragedModel(neuron)
+    first = nn.Parameter(torch.tensor(5.0))
+    assert neuron.state_dict()["first"] == 5.0 and [*neuron.parameters()] == [first, second]
+    first = nn.Parameter(torch.tensor(6.0))
+    neuron.load_state_dict({"first": torch.tensor(7.0), "second": torch.tensor(3.0)})
+    assert first == 7.0 and torch.equal(neuron(x), 4.0 * x)
+    average.update_parameters(neuron)
+    assert {name: p.item() for name, p in average.module.named_parameters()} == {"first": 7.0, "second": 3.0}
 
 
 class Half(nn.Module):
