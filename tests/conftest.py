@@ -60,16 +60,16 @@ def pytest_configure(config):
     os.environ["FLEXSN_CACHE_DIR"] = folder
 
 
-QUICK_CASES = 3
+QUICK_CASES = 2
 
 
 def spread(cases, count):
-    """Return so many of the cases, the first and the last among them."""
+    """Return so many of the cases, from the first to the last."""
     return cases if len(cases) <= count else [cases[round(k * (len(cases) - 1) / (count - 1))] for k in range(count)]
 
 
 def mark_most_cases_slow(items):
-    """Of a test with many cases, `make test` runs three, first and last among them; the others are slow tests like those marked by hand."""
+    """Of a test with many cases, `make test` runs the first and the last; the others are slow tests like those marked by hand."""
     tests = collections.defaultdict(list)
     for item in items:
         if not item.get_closest_marker("slow"):
