@@ -107,6 +107,14 @@ def _seed():
 
 
 @pytest.fixture(autouse=True)
+def _nothing_said(monkeypatch):
+    """Warnings that flexsn gives once per process come in each test anew, whatever ran before."""
+    from flexsn._operator import fallback
+
+    monkeypatch.setattr(fallback, "_warned", set())
+
+
+@pytest.fixture(autouse=True)
 def _fresh_dynamo():
     """To Dynamo all neurons are one function, which it compiles a limited number of times."""
     yield

@@ -11,7 +11,6 @@ from helpers import line_of, words
 
 import flexsn
 from flexsn import errors
-from flexsn._operator import fallback
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn.errors import FallbackWarning
 
@@ -499,14 +498,8 @@ def test_backend_that_does_not_serve_the_device():
         flexsn.scan(leaky, [x], [None], [torch.tensor(0.5, device="meta")], backend="cpp")
 
 
-@pytest.fixture
-def warned(monkeypatch):
-    """No fallback has been told of yet."""
-    monkeypatch.setattr(fallback, "_warned", set())
-
-
 @pytest.mark.parametrize("core", [mean, matmul, cumsum, softmax, rolled, reads_float, if_max], ids=lambda c: c.__name__)
-def test_auto_falls_back_once_and_gives_the_eager_result(core, warned):
+def test_auto_falls_back_once_and_gives_the_eager_result(core):
     with pytest.warns(FallbackWarning, match=words(f"core `{core.__name__}`")) as seen:
         got = [flexsn.scan(core, [X], [None]) for _ in range(3)]
     assert len([w for w in seen if w.category is FallbackWarning]) == 1
@@ -519,7 +512,7 @@ def test_auto_falls_back_once_and_gives_the_eager_result(core, warned):
             flexsn.scan(core, [X], [None], **options)
 
 
-def test_fallback_of_a_module_warns_at_the_users_line(warned):
+def test_fallback_of_a_module_warns_at_the_users_line():
     net = flexsn.FlexSN(mean, 1, 1, 1)
     with pytest.warns(FallbackWarning) as seen:
         net(X)
@@ -527,7 +520,7 @@ def test_fallback_of_a_module_warns_at_the_users_line(warned):
     assert len(seen) == 1
 
 
-def test_auto_does_not_hide_mistakes(warned):
+def test_auto_does_not_hide_mistakes():
     def nothing(x, v):
         v = v + x
 
@@ -544,7 +537,7 @@ def test_auto_does_not_hide_mistakes(warned):
 
 
 @pytest.fixture
-def no_compiler(monkeypatch, tmp_path, warned):
+def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
 
@@ -565,7 +558,7 @@ def test_no_compiler(no_compiler):
     assert torch.equal(got[0].outputs[0], X * 0.9375) and torch.equal(got[1].outputs[0], X * 0.9375)
 
 
-def test_named_compiler_that_does_not_exist(monkeypatch, warned):
+def test_named_compiler_that_does_not_exist(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(errors.BackendUnavailableError, match=r"\$CXX is .*/nowhere/g\+\+.*, which is no program"):
         flexsn.scan(lambda x, v: (x * 0.96875 + v, v), [X], [None], backend="cpp")

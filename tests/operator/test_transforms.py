@@ -424,12 +424,6 @@ def test_double_backward_is_refused(make):
     assert torch.isfinite(make(lambda w: loss(x, v, w, "torch"))(w)).all()
 
 
-@pytest.fixture
-def untold(monkeypatch):
-    """No fallback has been told of yet."""
-    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
-
-
 def gradient_of(call):
     return lambda x, w: torch.autograd.grad(call(x.clone().requires_grad_(), w).sum(), w)
 
@@ -479,14 +473,14 @@ def test_a_compiled_call_drops_no_tangents(compiler, warm):
 
 
 @pytest.mark.parametrize("make", [jacfwd, hessian, lambda f: lambda w: jvp(f, (w,), (torch.ones_like(w),))])
-def test_forward_mode_goes_through_the_loop(make, untold):
+def test_forward_mode_goes_through_the_loop(make):
     x, v, w = (double(*shape) for shape in OPERANDS.values())
     with pytest.warns(FallbackWarning, match="forward mode"):
         got = make(lambda w: loss(x, v, w))(w)
     assert_same(got, make(lambda w: loss(x, v, w, "torch"))(w))
 
 
-def test_forward_mode_over_vmap_goes_through_the_loop(untold):
+def test_forward_mode_over_vmap_goes_through_the_loop():
     x, v, w = (double(*shape) for shape in OPERANDS.values())
     both = torch.stack([w, 2.0 * w])
     with pytest.warns(FallbackWarning, match="forward mode"):
@@ -501,7 +495,7 @@ def test_forward_mode_is_refused_by_name():
         jvp(lambda w: loss(x, v, w, "cpp" if w.is_cpu else "triton"), (w,), (torch.ones_like(w),))
 
 
-def test_dual_numbers(untold):
+def test_dual_numbers():
     x, v, w = (double(*shape) for shape in OPERANDS.values())
     with torch.autograd.forward_ad.dual_level(), pytest.warns(FallbackWarning, match="forward mode"):
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))

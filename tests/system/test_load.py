@@ -320,7 +320,6 @@ def test_sources_of_steps_that_nobody_holds_are_dropped():
 
 
 def test_reasons_that_were_said_are_bounded(monkeypatch):
-    monkeypatch.setattr(fallback, "_warned", set())
     monkeypatch.setattr(fallback, "_MOST", 3)
     for k in (0, 1, 1, 2, 3, 4, 5, 6):
         with warnings.catch_warnings(record=True) as said:

@@ -930,8 +930,7 @@ def mixing(x, v):
 
 
 @pytest.mark.parametrize("T", [1, 6])
-def test_a_core_that_mixes_neurons_goes_through_pytorchs_scan(T, monkeypatch):
-    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
+def test_a_core_that_mixes_neurons_goes_through_pytorchs_scan(T):
     x, results = torch.randn(T, 3, 4), []
     for backend in ("auto", "torch"):
         net = FlexSN(mixing, 1, 1, backend=backend)
@@ -957,9 +956,8 @@ def test_the_eager_loop_by_name():
 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_training_two_layers_that_no_kernel_expresses(backend, dynamic, monkeypatch):
+def test_training_two_layers_that_no_kernel_expresses(backend, dynamic):
     """As PyTorch's scan where that is right, by the eager loop between compiled parts where it is not."""
-    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
 
     class Mixing(nn.Module):
         def __init__(self):

@@ -24,12 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 f64 = torch.float64
 
 
-@pytest.fixture
-def untold(monkeypatch):
-    """No fallback has been told of yet."""
-    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
-
-
 def smooth(x, v, w):
     v = torch.sigmoid(w) * v + torch.tanh(x)
     return v * v, v
@@ -294,7 +288,7 @@ class Connected(nn.Module):
         return sequence.sum(0) + trail[-1]
 
 
-def test_gradients_between_compiled_parts(untold):
+def test_gradients_between_compiled_parts():
     """What the graph is broken for runs as it is, and no part of it in a graph of its own: Inductor's gradients of `scan` are wrong."""
     net, (x, v, _) = Connected(), operands(grad=False)
     with pytest.warns(FallbackWarning, match="runs the eager loop") as told:
@@ -422,13 +416,13 @@ def test_specs_of_the_wrong_number():
 
 # --- a core that no kernel expresses --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("call", [flex_sn_scan, compiled], ids=["eager", "compiled"])
-def test_a_core_that_mixes_neurons(call, untold):
+def test_a_core_that_mixes_neurons(call):
     x, v, _ = operands(grad=False)
     with pytest.warns(FallbackWarning, match="mean"):
         assert_as_the_loop(call, (1, 1, 1), mixing, [x, v])
 
 
-def test_a_core_that_mixes_neurons_in_a_trace(untold):
+def test_a_core_that_mixes_neurons_in_a_trace():
     x, v, _ = operands(grad=False)
     with pytest.warns(FallbackWarning, match="PyTorch's own scan"):
         traced = make_fx(lambda x, v: flex_sn_scan(mixing, 1, 1, 1, x, v), tracing_mode="fake")(x, v)
@@ -453,7 +447,7 @@ TRANSFORMS = {
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of what forward mode imports
 @pytest.mark.parametrize("core", [fusable, mixing])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_of_what_no_kernel_expresses(transform, core, untold):
+def test_transforms_of_what_no_kernel_expresses(transform, core):
     x, v, _ = operands(grad=False)
 
     def through(scan):

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import flexsn
 from flexsn import errors, surrogate
 from flexsn._torch_compile import loops
 
@@ -29,9 +28,12 @@ STATES = pytest.mark.parametrize("states", ["sequence", "final"])
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 SLOWLY_COMPILED = pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 
+DOUBTED = "gradients may come out wrong"  # true of Inductor, of which these tests see what comes out right
+
 pytestmark = [  # PyTorch's compiler warns about itself
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning"),
+    pytest.mark.filterwarnings(f"ignore:{DOUBTED}:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 
@@ -267,13 +269,9 @@ def test_gradients(name, states, case):
         assert case == "neither"
 
 
-DOUBTED = "gradients may come out wrong"  # true of Inductor, of which these tests see what comes out right
-
-
 @STATES
 @CASE
 @pytest.mark.slow
-@pytest.mark.filterwarnings(f"ignore:{DOUBTED}:RuntimeWarning")
 def test_gradients_compiled(states, case):
     core, counts, shapes = CASES[case]
     args = operands(shapes, requires_grad=True)
@@ -484,8 +482,7 @@ def test_net_inference(name, net):
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "another"])
-def test_gradients_of_compilers_that_are_not_known_are_doubted(compiler, monkeypatch):
-    monkeypatch.setattr(flexsn._operator.fallback, "_warned", set())
+def test_gradients_of_compilers_that_are_not_known_are_doubted(compiler):
     args = operands(CASES["lifted"][2], requires_grad=True)
     core, counts, _ = CASES["lifted"]
     backend = (lambda graph, inputs: graph.forward) if compiler == "another" else compiler
@@ -498,7 +495,6 @@ def test_gradients_of_compilers_that_are_not_known_are_doubted(compiler, monkeyp
 
 @pytest.mark.parametrize("net", ["mlp", "vgg"])
 @pytest.mark.slow
-@pytest.mark.filterwarnings(f"ignore:{DOUBTED}:RuntimeWarning")
 def test_net_training(net):
     ours, reference, x = pair("scan", net)
     torch.compile(ours, fullgraph=True)(x).square().sum().backward()
