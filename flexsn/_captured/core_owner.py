@@ -87,6 +87,11 @@ class CoreOwner(nn.Module):
             return seen
 
     def _register(self, seen: CapturedValues) -> None:
+        for path in set(self._own).difference(seen.own_paths):  # the user's variable holds no tensor now
+            name = self._own.pop(path)
+            self._parameters.pop(name, None)
+            self._buffers.pop(name, None)
+            self._origin.pop(path, None)
         for path in seen.own_paths:
             value = seen.original(path)
             if path not in self._own:

@@ -471,6 +471,17 @@ def test_a_variable_of_the_core_that_holds_another_parameter():
     assert {name: p.item() for name, p in average.module.named_parameters()} == {"first": 7.0, "second": 3.0}
 
 
+def test_a_variable_of_the_core_that_holds_a_number_now():
+    """What it held before is the module's no longer; a tensor again is."""
+    scale, x = torch.tensor(2.0), torch.ones(2, 1)
+    neuron = FlexSN(lambda x, v: (x * scale, v), num_states=1, stateful=False, strict=True)
+    assert [*neuron.state_dict()] == ["scale"] and torch.equal(neuron(x), 2.0 * x)
+    scale = 3.0
+    assert not neuron.state_dict() and torch.equal(neuron(x), 3.0 * x)
+    scale = nn.Parameter(torch.tensor(4.0))
+    assert torch.equal(neuron(x), 4.0 * x) and [*neuron.parameters()] == [scale] and neuron.scale is scale
+
+
 class Half(nn.Module):
     def forward(self, w):
         return 0.5 * w
