@@ -96,11 +96,7 @@ class TorchScriptError(FlexSNError, RuntimeError):
 
 
 class DoubleBackwardError(FlexSNError, RuntimeError):
-    """A second derivative through a fused call (`create_graph=True`)."""
-
-
-class BatchedGradientError(FlexSNError, RuntimeError):
-    """Batched cotangents (`is_grads_batched=True`, `vectorize=True`) for a call that was not made under `torch.func`."""
+    """A second derivative that there is none of: of a backward that is not linear, of a low-level kernel, of PyTorch's `scan`."""
 
 
 class MissingGradientError(FlexSNError, RuntimeError):
@@ -153,7 +149,7 @@ class SideEffectError(CannotFuseError):
 
 
 class ForwardModeError(CannotFuseError):
-    """Forward-mode AD: the fused operator has no JVP."""
+    """Forward-mode AD of a compiled call, an exported program or a low-level operator."""
 
 
 class InPlaceError(CannotFuseError):

@@ -15,7 +15,7 @@ import flexsn
 from flexsn._ir.roles import Kind
 from flexsn._operator import call as run
 from flexsn._runtime.launch import Launch
-from flexsn.errors import DoubleBackwardError, FallbackWarning
+from flexsn.errors import FallbackWarning
 
 f64 = torch.float64
 
@@ -234,13 +234,6 @@ def test_retained_graph_is_walked_twice():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y, [x])
-
-
-def test_double_backward_is_refused():
-    x, v, decay = leaves((5, 4), (4,), ())
-    y = flexsn.scan(leaky, [x], [v], [decay]).outputs[0].sum()
-    with pytest.raises(DoubleBackwardError, match=r"leaky.*create_graph"):
-        torch.autograd.grad(y, [x], create_graph=True)
 
 
 @pytest.mark.parametrize("which", ["x", "v", "decay"])

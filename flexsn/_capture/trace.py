@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -68,6 +68,26 @@ class Trace:
             lines.append(f"{node.name} {node.meta.get('kind')} {node.target} {args} {getattr(node.meta.get('val'), 'dtype', '')}")
         lines += [f"{name} {tensor.tolist()}" for name, tensor in self.constants.items()]
         return "\n".join(lines) + f"\n{self.returns} {self.grads} {self.cotangents}"
+
+
+class SelfDifferentiating:
+    """A core that differentiates another inside."""
+
+    recorder: Any = None  # what writes down the run
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Run one step."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """While inside, ops are those of a backward, which may sum over neurons."""
+        before = self.recorder.in_backward, self.recorder.trains_params
+        self.recorder.in_backward = self.recorder.trains_params = True
+        try:
+            yield
+        finally:
+            self.recorder.in_backward, self.recorder.trains_params = before
 
 
 @contextlib.contextmanager
@@ -130,6 +150,8 @@ def trace(
             operand.requires_grad_(vjp and meta.dtype.is_floating_point)
             recorder.placeholder(operand, sig.names[i], "static" if static else "step")
             operands.append(operand)
+        if isinstance(core, SelfDifferentiating):
+            core.recorder = recorder
         with recorder, ValueReads(recorder), _settings_kept(sig):
             returned = run_refusing(core, operands, recorder)
         values = check_returns(sig, returned, num_outputs)

@@ -118,7 +118,8 @@ class CapturedValues:
         return rebind(core, others) if others else core
 
     def stand_ins(self, core: Callable, make: Make) -> tuple[Callable, dict[str, Tensor]]:
-        """Return the core rebuilt on `make(tensor)` for every captured tensor, and these by path. Each run refuses writes to them.
+        """Return the core rebuilt on `make(tensor)` for every captured tensor, and these by path. Each run refuses writes to them; the
+        core itself, which leads to nothing of the user's, is its attribute `unchecked`.
 
         Raises:
             CannotFuseError: it captures what no program can hold (a ScriptModule, an iterator, a context variable).
@@ -126,7 +127,9 @@ class CapturedValues:
         if self.refusal is not None:
             raise self.refusal
         walk = Walk(core, make, {path: read() for path, read in self.own.items()})
-        return walk.checked(), walk.made
+        run: Any = walk.checked()
+        run.unchecked = walk.core
+        return run, walk.made
 
     def warn_of_frozen(self, core: str) -> None:
         """Say once what was taken as it was."""

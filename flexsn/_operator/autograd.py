@@ -11,27 +11,31 @@ Each ends in one kernel per direction.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .._capture.trace import Meta
 from .._program.cache import program_from
+from .._program.dual import dual_of
 from .._runtime import fork as forks
-from .._runtime.layout import memory_order, same_shape
+from .._runtime.layout import memory_order, narrow, same_shape
+from .._runtime.layout import rows as as_rows
 from .._torch.aot_autograd import remade
-from .._torch.autograd import autocast_on, below_autograd, plain_apply, records_gradients, unwrap_if_dead
+from .._torch.autograd import below_autograd, forward_ad_level, plain_apply, records_gradients, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.tensors import has_storage
-from .._torch.transforms import is_plain, transforms_active, transforms_or_modes_active
-from ..errors import BatchedGradientError, DoubleBackwardError, FreedGraphError, ShapeMismatchError
+from .._torch.transforms import is_plain, over_batch, transforms_active, transforms_or_modes_active
+from ..errors import DoubleBackwardError, FreedGraphError, ShapeMismatchError
 from . import call as run
 from . import dtensor as sharding
 from .library import LIBRARY, TAGS, TracedCall, like_row, text_of
-from .no_gradient import WithoutGradient, no_forward_mode, refuse_forward_mode
+from .no_gradient import WithoutGradient, refuse_forward_mode
+from .prepare import prepare_dual
 
 Tensors = Sequence[Tensor | None]
 
@@ -46,7 +50,7 @@ def run_call(call: run.Call, tensors: Tensors) -> tuple[list[Tensor], list[Tenso
 def _results(call: run.Call, tensors: Tensors) -> Sequence[Tensor]:
     """Outputs, final states, state sequences."""
     if isinstance(call, TracedCall):
-        if not (transforms_active() or below_autograd()):
+        if not (transforms_active() or below_autograd() or forward_ad_level() >= 0):
             return _by_operator(call, tensors)
         call.compile(tensors)
     return _differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors)
@@ -55,20 +59,7 @@ def _results(call: run.Call, tensors: Tensors) -> Sequence[Tensor]:
 def _differentiably(call: run.Call, tensors: Tensors) -> Sequence[Tensor]:
     if isinstance(call, TracedCall):
         return _Traced.apply(call, *tensors)[: len(call.results)]
-    return record(call, *[None if t is None else unwrap_if_dead(t) for t in tensors])
-
-
-def disturbed() -> bool:
-    """Whether autocast or a fork changes what PyTorch's ops do."""
-    return autocast_on() or forks.must_be_alone()
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """While inside, dtypes are those of the operands, and ops of a forked child wait for nobody."""
-    alone = forks.alone() if forks.must_be_alone() else contextlib.nullcontext()
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), alone:
-        yield
+    return record(call, *call.dense([None if t is None else unwrap_if_dead(t) for t in tensors]))
 
 
 # --- what every way does ------------------------------------------------------------------------------------------------------
@@ -89,20 +80,6 @@ def _without_gradients(call: run.Call, tensors: Tensors) -> list[Tensor]:
 def _savable(tensors: Tensors) -> Tensors:
     """Autograd saves no tensor that was made in inference mode."""
     return [t.clone() if t is not None and t.is_inference() else t for t in tensors]
-
-
-def _refuse_double_backward(call: run.Call) -> None:
-    raise DoubleBackwardError(
-        "is differentiated twice (create_graph=True), but a fused call has no second derivative", core=call.program.sig.core,
-        hint='Use backend="torch", the eager loop, where second derivatives are needed.',
-    )  # fmt: skip
-
-
-def _refuse_batched_gradients(call: run.Call) -> NoReturn:
-    raise BatchedGradientError(
-        "is given a batch of cotangents at once (is_grads_batched=True, vectorize=True), which an eager fused call does not take",
-        core=call.program.sig.core, hint="Use `torch.func.jacrev` or `torch.func.vmap(torch.func.vjp(...)[1])`, or give them one by one.",
-    ) from None  # fmt: skip
 
 
 def _refuse_freed_graph(call: run.Call) -> NoReturn:
@@ -126,7 +103,8 @@ class _Eager(torch.autograd.Function):
         else:
             found = call.forward(laid_out)
         ctx.call, shown = call, len(call.results)
-        ctx.save_for_backward(*(_savable(laid_out) if call.clones else laid_out), *found[shown:])
+        ctx.kept = call.keep and call.keep()
+        ctx.save_for_backward(*(_savable(tensors) if call.clones else tensors), *found[shown:])
         ctx.set_materialize_grads(False)
         del found[shown:]
         if call.constant:
@@ -138,20 +116,38 @@ class _Eager(torch.autograd.Function):
     def backward(ctx, *grads):
         call = ctx.call
         if torch.is_grad_enabled():
-            _refuse_double_backward(call)
-        if (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or forks.forked) and disturbed():
-            with undisturbed():
+            return _Eager.differentiably(ctx, grads)
+        if (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or forks.forked) and forks.disturbed():
+            with forks.undisturbed():
                 return _Eager.backward(ctx, *grads)
         needs = ctx.needs_input_grad
         back = call.backwards.get((needs, *map(type, grads))) or call.backward_for(needs, tuple(map(type, grads)))
         try:
-            return None, *call.backward(back, ctx.saved_tensors, grads, call.order)
+            saved = ctx.saved_tensors
+            if not call.in_place:
+                n = len(call.kinds)
+                saved = (*call.laid_out(saved[:n]), *saved[n:])
+            return None, *call.backward(back, saved, grads, call.order)
         except RuntimeError as error:
             if "second time" in str(error):
                 _refuse_freed_graph(call)
             if all(g is None or has_storage(g) for g in grads):
                 raise
-        _refuse_batched_gradients(call)
+        return _Eager.differentiably(ctx, grads)  # a batch of cotangents at once
+
+    @staticmethod
+    def differentiably(ctx, grads) -> tuple:
+        """Run the backward as a function of its own, with a derivative and a rule for batches."""
+        call, saved = ctx.call, ctx.saved_tensors
+        operands, given = saved[: len(call.kinds)], [t for t in saved if t is not None]
+        asked = Asked(call, ctx.needs_input_grad[1:], [t is not None for t in operands], len(given))
+        if all(g is None or has_storage(g) for g in grads):
+            return None, *_TracedBackward.apply(asked, *given, *grads)
+        traced = TracedCall(call.program, call.shapes, call.T, call.statics, call.sequences, True, operands)
+        traced.source = call.source
+        traced.compile(operands)
+        asked = dataclasses.replace(asked, call=traced)
+        return None, *over_batch(lambda *cotangents: _TracedBackward.apply(asked, *given, *cotangents), grads)
 
 
 record = plain_apply(_Eager)
@@ -169,9 +165,11 @@ class _Traced(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         call, *tensors = inputs
         shown = len(call.results)
-        ctx.call, ctx.shown = call, shown
+        ctx.call, ctx.shown, ctx.kept = call, shown, call.keep and call.keep()
         ctx.present = [t is not None for t in tensors]
-        ctx.save_for_backward(*[t for t in tensors if t is not None], *output[shown:])
+        given = [t for t in tensors if t is not None]
+        ctx.save_for_backward(*given, *output[shown:])
+        ctx.save_for_forward(*given)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*itertools.compress(output, call.constant), *output[shown:])
 
@@ -185,42 +183,148 @@ class _Traced(torch.autograd.Function):
             if "second time" not in str(error):
                 raise
             _refuse_freed_graph(call)
-        found = _TracedBackward.apply(call, ctx.needs_input_grad[1:], ctx.present, len(saved), *saved, *grads[: ctx.shown])
-        return None, *found
+        asked = Asked(call, ctx.needs_input_grad[1:], ctx.present, len(saved))
+        return None, *_TracedBackward.apply(asked, *saved, *grads[: ctx.shown])
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        raise no_forward_mode(ctx.call.program.sig.core)
+    def jvp(ctx, _, *tangents):
+        call, saved = ctx.call, iter(ctx.saved_tensors)
+        operands = [next(saved) if there else None for there in ctx.present]
+        constant = call.constant or [False] * len(call.results)
+        moved = [None if c else t for t, c in zip(_along(call, operands, tangents), constant, strict=True)]
+        return *moved, *[None] * len(call.saved)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Asked:
+    """What a backward is asked for, beside tensors; one value to transforms, which take lists apart.
+
+    Attributes:
+        needs: of each operand, whether its gradient is needed.
+        present: of each, whether it is there.
+        num_saved: how many of the tensors were saved: operands that are there, and checkpoints. Cotangents follow.
+    """
+
+    call: run.Call
+    needs: Sequence[bool]
+    present: Sequence[bool]
+    num_saved: int
+
+    def split(self, given: Sequence[Tensor | None]) -> tuple[list, list, list]:
+        """Return operands, checkpoints and cotangents; or what stands at their places."""
+        saved, n = iter(given), sum(self.present)
+        return [next(saved) if there else None for there in self.present], list(given[n : self.num_saved]), list(given[self.num_saved :])
 
 
 class _TracedBackward(torch.autograd.Function):
-    """The backward as a function of its own: transforms differentiate through it only to be refused."""
+    """The backward as a function of its own, with the derivatives that follow from those of the dual call (`_along`)."""
 
     generate_vmap_rule = True
 
     @staticmethod
     @unseen_by_dynamo
-    def forward(call, needs, present, num_saved, *tensors):
-        saved, grads = iter(tensors[:num_saved]), tensors[num_saved:]
-        operands = [next(saved) if there else None for there in present]
+    def forward(asked: Asked, *tensors):
+        call = asked.call
+        operands, checkpoints, cotangents = asked.split(tensors)
         rows = call.laid_out(operands)
-        rows[: call.num_inputs] = [remade(x) for x in rows[: call.num_inputs]]
-        back = call.backward_for((False, *needs), tuple(map(type, grads)))
-        with undisturbed() if disturbed() else contextlib.nullcontext(), contextlib.nullcontext() if call.around is None else call.around():
-            return tuple(call.backward(back, [*rows, *saved], grads, call.order_of(rows)))
+        rows[: call.num_inputs] = [None if x is None else remade(x) for x in rows[: call.num_inputs]]
+        back = call.backward_for((False, *asked.needs), tuple(map(type, cotangents)))
+        with (
+            forks.undisturbed() if forks.disturbed() else contextlib.nullcontext(),
+            contextlib.nullcontext() if call.around is None else call.around(),
+        ):
+            return tuple(call.backward(back, [*rows, *checkpoints], cotangents, call.order_of(rows)))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.call = inputs[0]
+        ctx.asked, *tensors = inputs
+        ctx.given = [t is not None for t in tensors]
+        given = [t for t in tensors if t is not None]
+        ctx.save_for_backward(*given)
+        ctx.save_for_forward(*given)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     @unseen_by_dynamo
-    def backward(ctx, *grads):
-        _refuse_double_backward(ctx.call)
+    def backward(ctx, *tangents):
+        """With `u` for gradients: `<u, gradient>` is the derivative of `<cotangents, results>` along `u`."""
+        saved = iter(ctx.saved_tensors)
+        operands, checkpoints, cotangents = ctx.asked.split([next(saved) if there else None for there in ctx.given])
+
+        def gradients(*along: Tensor | None) -> Tensors:
+            moved, found = _gradients_along(ctx.asked.call, operands, along, cotangents)
+            of_operands = [g for g, there in zip(found, ctx.asked.present, strict=True) if there]
+            return [*of_operands, *[None] * len(checkpoints), *[None if c is None else d for c, d in zip(cotangents, moved, strict=True)]]
+
+        return None, *over_batch(gradients, tangents)
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        _refuse_double_backward(ctx.call)
+    def jvp(ctx, _, *tangents):
+        """The backward along tangents of the cotangents, in which it is linear, and that of the derivative along those of operands."""
+        asked, saved = ctx.asked, iter(ctx.saved_tensors)
+        given = [next(saved) if there else None for there in ctx.given]
+        operands, _checkpoints, cotangents = asked.split(given)
+        along, _none, turned = asked.split(tangents)
+        total: list[Tensor | None] = [None] * len(operands)
+        if any(t is not None for t in turned):
+            total = list(_TracedBackward.apply(asked, *given[: asked.num_saved], *turned))
+        if any(t is not None for t in along):
+            found = _gradients_along(asked.call, operands, along, cotangents)[1]
+            total = [a if b is None else b if a is None else a + b for a, b in zip(total, found, strict=True)]
+        return tuple([g if need else None for g, need in zip(total, asked.needs, strict=True)])
+
+
+# --- derivatives ----------------------------------------------------------------------------------------------------------------
+def _along(call: run.Call, operands: Tensors, tangents: Tensors) -> list[Tensor | None]:
+    """Return the derivatives of the results of a call along tangents of its operands, None where there is none: of the dual core, in one
+    more call."""
+    if call.source is None:
+        raise DoubleBackwardError("is differentiated twice; an exported program holds one gradient", core=call.program.sig.core)
+    i, n = call.num_inputs, call.num_operands
+    whole = [[None if t is None else as_rows(t, call.shapes.step, int(k < i)) for k, t in enumerate(ts[:n])] for ts in (operands, tangents)]
+    values, along = [*whole[0], *operands[n:]], [*whole[1], *tangents[n:]]
+    for k in range(i, n):  # tangents of states are states themselves
+        v = values[k]
+        if v is not None and v.is_floating_point() and along[k] is None:
+            along[k] = torch.zeros_like(v)
+    floating = [m.dtype.is_floating_point for m in call.program.blueprint.states]
+    moving = [t is not None for t in along[:i]] + floating + [t is not None for t in along[n:]]
+    dual = dual_of(call.program, call.statics, moving)
+    read = {name: t for name, t in zip(call.statics, values[n:], strict=True) if t is not None}  # all are
+    groups: Sequence[Tensors] = values[:i], values[i:n], [read[name] for name in call.program.sig.param_names]
+    given = [[*group, *[along[k] for k in ks]] for group, ks in zip(groups, dual.groups, strict=True)]
+    made, tensors = prepare_dual(call.source, dual, given, read, call.sequences)
+    finals, trails, outputs = run_call(made, tensors)
+    outs, ends = call.program.num_outputs, n - i
+    moved = dict(zip([k for k, m in enumerate(call.program.blueprint.outputs) if m.dtype.is_floating_point], outputs[outs:], strict=True))
+    states = [k - i for k in dual.groups[1]]
+    moved |= zip([outs + k for k in states], finals[ends:], strict=True)
+    moved |= zip([outs + ends + k for k in states], trails[ends:], strict=False)
+    return [None if k not in moved else narrow(moved[k], shape, leading) for k, (shape, leading) in enumerate(call.result_shapes)]
+
+
+def _gradients_along(call: run.Call, operands: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple[Tensors, Tensors]:
+    """Return the derivatives of the results along tangents, and the gradients of all operands for cotangents of these derivatives."""
+    leaves = [k for k, t in enumerate(operands) if t is not None and t.is_floating_point()]
+    there: list[bool] = []
+
+    def derivatives(*given: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        now = list(operands)
+        for k, t in zip(leaves, given, strict=True):
+            now[k] = t
+        found = _along(call, now, tangents)
+        there[:] = [t is not None for t in found]
+        turned = [t for t, c in zip(found, cotangents, strict=True) if c is not None and t is not None]
+        return turned, [t for t in found if t is not None]
+
+    differentiated: Any = torch.func.vjp(derivatives, *[operands[k] for k in leaves], has_aux=True)
+    _, pull, found = differentiated
+    grads = pull([c for c, flag in zip(cotangents, there, strict=True) if c is not None and flag])
+    gradients: list[Tensor | None] = [None] * len(operands)
+    for k, grad in zip(leaves, grads, strict=True):
+        gradients[k] = grad
+    moved = iter(found)
+    return [next(moved) if flag else None for flag in there], gradients
 
 
 # --- flexsn::scan ---------------------------------------------------------------------------------------------------------------

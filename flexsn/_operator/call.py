@@ -19,7 +19,7 @@ from .._program.static_parts import StaticModule
 from .._runtime.launch import Launch
 from .._runtime.layout import Order, by_index, memory_order, narrow, same_shape, unbroadcast, widen
 from .._runtime.layout import rows as as_rows
-from .._torch.transforms import transforms_active
+from .._torch.autograd import transformed
 from ..errors import ShapeMismatchError
 
 Tensors = Sequence[Tensor | None]  # None for a state that starts at zero
@@ -43,9 +43,12 @@ class Call:
         checkpoints: how many rows of states the forward stores for the backward.
         saved: roles of these rows.
         results: roles of outputs, final states and, if asked for, state sequences: the order of results and cotangents.
+        result_shapes: their shapes, and how many dims stand before those of the step.
         returned_whole: whether all results have the step shape.
         bounds: where in `results` the final states begin, and end.
         around: a context for what runs, if it needs one.
+        source: gives the core that its gradient is differentiated with; None of a program that was read from a text.
+        keep: gives what graphs of autograd keep alive for that, if anything.
 
     Attributes that `compile` sets:
         order: the order in which the step's dims lie in memory, in every array; None if it is their own.
@@ -59,6 +62,8 @@ class Call:
     """
 
     around: Callable[[], AbstractContextManager] | None = None
+    source: Any = None
+    keep: Callable[[], Any] | None = None
 
     def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
                  tensors: Tensors):  # fmt: skip
@@ -78,8 +83,8 @@ class Call:
         self.results = (*roles(Kind.OUTPUT, program.num_outputs), *program.states, *trail)
         self.bounds = program.num_outputs, program.num_outputs + sig.num_states
         states = [(s, 0) for s in shapes.states]
-        self._shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
-        self.returned_whole = all(same_shape(shape[leading:], shapes.step) for shape, leading in self._shapes)
+        self.result_shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
+        self.returned_whole = all(same_shape(shape[leading:], shapes.step) for shape, leading in self.result_shapes)
         self.order: Order | None = None
         self.in_place = self.clones = self.runs_ops = False
         self.backwards: dict[tuple, Backward] = {}
@@ -159,7 +164,7 @@ class Call:
 
     def _constant(self) -> tuple[bool, ...]:
         """Of `results`, which do not require grad; empty if all do."""
-        everything = transforms_active()  # a level of a transform does not show what another one differentiates
+        everything = transformed()  # a level of a transform does not show what another one differentiates
         names = (*range(self.num_operands), *self.statics)
         needed = [name for name, need in zip(names, self.needs, strict=True) if need or everything]
         found = self.program.vjp.requiring_grad(needed, self.T if type(self.T) is int else None)[: len(self.results)]
@@ -173,6 +178,18 @@ class Call:
         found = [None if t is None else as_rows(t, step, int(k < i), order) for k, t in enumerate(tensors[:n])]
         return [*found, *tensors[n:]]
 
+    def dense(self, tensors: Tensors) -> Tensors:
+        """Return operands with those of the step shape in dense memory, by ops that autograd records: what a backward that is itself
+        differentiated finds saved then leads to them."""
+        if self.in_place:
+            return tensors
+        order, step, found = self.order_of(tensors), self.shapes.step, list(tensors)
+        for k, t in enumerate(tensors[: self.num_operands]):
+            leading = int(k < self.num_inputs)
+            if t is not None and same_shape(t.shape[leading:], step):
+                found[k] = as_rows(t, step, leading, order)
+        return found
+
     def forward(self, laid_out: Tensors) -> list[Tensor]:
         """Run all T steps; returns `results`, then what was `saved`, if the call is differentiable. Without recording gradients."""
         if self.prologue is not None:
@@ -181,7 +198,9 @@ class Call:
         written = self.launch.run(laid_out)
         found = list(map(written.__getitem__, self.places))
         if not self.returned_whole:
-            found[: len(self._shapes)] = [narrow(t, shape, leading) for t, (shape, leading) in zip(found, self._shapes, strict=False)]
+            found[: len(self.result_shapes)] = [
+                narrow(t, shape, leading) for t, (shape, leading) in zip(found, self.result_shapes, strict=False)
+            ]
         return found
 
     def _named(self, tensors: Tensors) -> dict[str, Tensor]:
@@ -302,7 +321,7 @@ class Call:
             if grad is None:
                 continue
             if not as_they_lie or not grad.is_contiguous() or grad.is_neg() or grad._is_zerotensor():
-                grad = widen(grad, step, self._shapes[k][1], order)
+                grad = widen(grad, step, self.result_shapes[k][1], order)
             given.append(grad)
         if back.prologue is not None:
             given += map(back.prologue(self._named(saved)).__getitem__, back.launch.params)

@@ -20,7 +20,7 @@ from ..errors import BackendUnavailableError, CannotFuseError, StaleStateError
 from . import autotune as tuning
 from . import call as run
 from . import dtensor as sharding
-from .autograd import disturbed, record, run_call, undisturbed
+from .autograd import record, run_call
 from .eager_loop import eager_loop
 from .fallback import noting, warn_once
 from .prepare import PLAIN, prepare, refuse_freed
@@ -62,11 +62,11 @@ def run_core(
         given = alive if call.captured == tuple(captured) else read_by(call, alive, captured)
         try:
             cast = call.runs_ops and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
-            if (cast or fork.forked) and disturbed():
-                with undisturbed():
+            if (cast or fork.forked) and fork.disturbed():
+                with fork.undisturbed():
                     return run_call(call, given)
             if call.differentiable:
-                results = record(call, *given)
+                results = record(call, *given) if call.in_place else record(call, *call.dense(given))
             elif call.runs_ops and modes[0]:  # type: ignore[index]  # there is a call
                 return run_call(call, given)
             else:
@@ -78,7 +78,7 @@ def run_core(
         return list(results[outs:ends]), list(results[ends:]), list(results[:outs])
     if torch.jit.is_tracing():  # type: ignore[attr-defined]  # it is there; sizes of tensors are tensors then
         raise torchscript_refused(core)
-    with undisturbed() if disturbed() else contextlib.nullcontext():
+    with fork.undisturbed() if fork.disturbed() else contextlib.nullcontext():
         return _run_first(
             core, seen, inputs, states, params, captured, key, backend=backend, strict=strict, sequences=sequences,
             num_outputs=num_outputs, tune=tune,

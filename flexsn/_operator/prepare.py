@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,18 +17,18 @@ from .._captured.captured_values import CapturedValues
 from .._program.cache import program_for
 from .._program.captured import Blueprint, Shapes
 from .._program.compiled import Program
+from .._program.dual import Dual
 from .._program.symbolic_sizes import Sizes, exactly, settle_sizes
 from .._runtime.backends import choose_backend
 from .._runtime.memory import addresses
-from .._torch.autograd import records_gradients
+from .._torch.autograd import forward_ad_level, records_gradients, transformed
 from .._torch.availability import TRANSFORMS, require
 from .._torch.capture import no_modes
 from .._torch.tensors import has_pointer, overrides_operators
-from .._torch.transforms import is_plain, transforms_active, transforms_or_modes_active
-from ..errors import OperandTypeError, UnsupportedOpError, UnsupportedValueError
+from .._torch.transforms import has_tangent, is_plain, transforms_active, transforms_or_modes_active
+from ..errors import DoubleBackwardError, OperandTypeError, UnsupportedOpError, UnsupportedValueError
 from . import call as run
 from .library import TracedCall
-from .no_gradient import refuse_forward_mode
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -35,18 +38,19 @@ def prepare(
     build: bool = True,
 ) -> run.Call:  # fmt: skip
     """Find or make the program for a call, and `build` its kernels."""
-    tensors, transformed = (*inputs, *states, *params, *captured.values()), transforms_active()
-    if transformed:
+    tensors, hidden = (*inputs, *states, *params, *captured.values()), transforms_active()
+    forward_mode = forward_ad_level() >= 0 and any(t is not None and has_tangent(t) for t in tensors)
+    if hidden:
         require(TRANSFORMS)
     _refuse_overriding(sig, (*sig.names, *captured), tensors)
-    traced = transforms_or_modes_active() or not all(t is None or is_plain(t) for t in tensors)
+    traced = forward_mode or transforms_or_modes_active() or not all(t is None or is_plain(t) for t in tensors)
     device = inputs[0].device
     name = choose_backend(backend, device, sig.core, traced=traced)
     metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
-    refuse_forward_mode(sig.core, tensors)
-    differentiable = records_gradients() and any(_may_need_grad(t, transformed) for t in tensors)
+    hidden = hidden or forward_mode  # what is differentiated is not seen from here
+    differentiable = (records_gradients() or forward_mode) and any(_may_need_grad(t, hidden) for t in tensors)
 
     def operands(program: Program, trains: bool) -> tuple[tuple[str, ...], tuple[Tensor | None, ...]]:
         read = program.blueprint.captured(vjp=trains)
@@ -54,9 +58,12 @@ def prepare(
 
     def made(kind: type[run.Call], program: Program, shapes: Shapes) -> run.Call:
         # what a core leads to, and does not read, may be all that needs a gradient
-        trains = differentiable and any(_may_need_grad(t, transformed) for t in operands(program, True)[1])
+        trains = differentiable and any(_may_need_grad(t, hidden) for t in operands(program, True)[1])
         read, given = operands(program, trains)
         call = kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
+        if trains:
+            call.source = SourceOf(core, seen, sig)
+            call.keep = call.source.keep
         if build and kind is run.Call:
             call.compile(given)
         return call
@@ -71,6 +78,65 @@ def prepare(
             hint="Leave out the operand without elements, on which they do not depend.",
         )  # fmt: skip
     return made(TracedCall if backend == "hop" else run.Call, program, shapes)
+
+
+class SourceOf:
+    """A core on stand-ins of what it captures, made when a gradient is differentiated. Graphs of autograd, which
+    may hang from what a network holds, keep the core alive only where it leads to nothing else (`keep`)."""
+
+    def __init__(self, core: Any, seen: CapturedValues, sig: Signature):
+        method = isinstance(core, types.MethodType)
+        self.core: Any = weakref.WeakMethod(core) if method else weakref.ref(core)
+        self.seen, self.sig, self.fingerprint = weakref.ref(seen), sig, seen.fingerprint
+        self.keep = self.core if isinstance(core, types.FunctionType) and seen.simple else None
+
+    def __call__(self) -> tuple[Callable, dict[str, Tensor]]:
+        core, seen = self.core(), self.seen()
+        if core is not None and (seen is None or not seen.valid(core)):
+            seen = CapturedValues(core)
+        if core is None or seen is None or seen.fingerprint != self.fingerprint:
+            what = "is gone" if core is None else "captures something else now"
+            raise DoubleBackwardError(
+                f"is differentiated twice, and {what}", core=self.sig.core, hint="Keep it as it is until the last backward has run."
+            )
+        on_stand_ins, stand_ins = seen.stand_ins(core, functools.partial(_stand_in, transformed=True))
+        return on_stand_ins.unchecked, stand_ins  # type: ignore[attr-defined]  # as `stand_ins` says
+
+
+class SourceOfDual:
+    """A dual core on stand-ins, for derivatives of a derivative."""
+
+    def __init__(self, dual: Dual, source: Any):
+        self.dual, self.source, self.keep = dual, source, source.keep
+
+    def __call__(self) -> tuple[Callable, dict[str, Tensor]]:
+        made = self.dual.on(self.source)
+        return made, made.captured
+
+
+def prepare_dual(
+    source: Any, dual: Dual, groups: Sequence[Sequence[Tensor | None]], read: dict[str, Tensor], sequences: bool
+) -> tuple[run.Call, tuple]:
+    """Return the call of a dual core (`_program/dual.py`) on inputs, states and params, and its operands.
+
+    Args:
+        source: gives the core that it differentiates.
+        read: the captured tensors of the core that it differentiates, by name.
+    """
+    inputs, states, params = groups
+    given = (*inputs, *states, *params, *read.values())
+    device, hidden = next(t for t in inputs if t is not None).device, transforms_active() or forward_ad_level() >= 0
+    trains = records_gradients() and any(_may_need_grad(t, hidden) for t in given)
+    metas = [None if t is None else Meta(tuple(t.shape[1:] if k < len(inputs) else t.shape), t.dtype) for k, t in enumerate(given)]
+    program, shapes = dual.program(source, metas[: dual.sig.num_inputs + dual.sig.num_states + dual.sig.num_params], device, trains)
+    names = program.blueprint.captured(vjp=trains)
+    operands = (*inputs, *states, *params, *[read[name] for name in names])
+    plain = not hidden and not transforms_or_modes_active() and all(t is None or is_plain(t) for t in operands)
+    T = inputs[0].shape[0]  # type: ignore[union-attr]  # an input is there
+    call = (run.Call if plain else TracedCall)(program, shapes, T, (*dual.sig.param_names, *names), sequences, trains, operands)
+    call.source, call.keep = SourceOfDual(dual, source), source.keep
+    call.compile(operands)
+    return call, operands
 
 
 def _program(
@@ -129,7 +195,7 @@ def _while_tracing(name, core, seen: CapturedValues, sig: Signature, metas, devi
     ins = sig.num_inputs + sig.num_states
     shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, shapes)  # which sizes must be equal
-    stand_in = functools.partial(_stand_in, transformed=transforms_active())  # asked before the transforms are set aside
+    stand_in = functools.partial(_stand_in, transformed=transformed())  # asked before the transforms are set aside
     with no_modes():
         on_stand_ins, plain = seen.stand_ins(core, stand_in)
         made: list[Program] = []

@@ -49,6 +49,7 @@ class Program:
         sizes = (sig.num_inputs, sig.num_states, self.ops, itemsize)
         self.chunk, self.inference_chunk = (self.backend.chunk(*sizes, checkpoint) for checkpoint in (True, False))
         self._vjp: Vjp | None = None
+        self.duals: dict[tuple, Any] = {}  # of `dual.py`
         self._refused: CannotFuseError | None = None  # why there is none
         self.kept: list[object] = []  # objects that the cache key names by id()
         self.storage = self._storage()

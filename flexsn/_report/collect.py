@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.signature import core_name
-from .._operator.autograd import run_call, undisturbed
+from .._operator.autograd import run_call
 from .._operator.call import Call
 from .._operator.dispatch import read_by
 from .._operator.fallback import unsaid
@@ -20,6 +20,7 @@ from .._plan.plan import KernelPlan
 from .._runtime import cpp_kernel as launch_cpp
 from .._runtime import triton_kernel as launch_triton
 from .._runtime.backends import BACKENDS, NAMES, backend_of
+from .._runtime.fork import undisturbed
 from .._runtime.launch import Launch
 from ..errors import (
     BackendError,

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .._torch.autograd import autocast_on
+
 forked = False  # whether this process is a forked child
 
 
@@ -38,3 +40,19 @@ def alone() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def disturbed() -> bool:
+    """Whether autocast or a fork changes what PyTorch's ops do."""
+    return autocast_on() or must_be_alone()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """While inside, dtypes are those of the operands, and ops of a forked child wait for nobody."""
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        alone() if must_be_alone() else contextlib.nullcontext(),
+    ):
+        yield

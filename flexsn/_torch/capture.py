@@ -72,12 +72,14 @@ def decomposition_table() -> dict[Any, Any]:
     return table
 
 
-def run_backward(outputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
+def run_backward(
+    outputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], create_graph: bool = False
+) -> Any:
     """`torch.autograd.grad` that keeps the graph and gives None for what nothing leads to; function modes see what custom backwards
     and hooks call, which the public function hides from them."""
     from torch.autograd.graph import _engine_run_backward  # 2.11, 2.13
 
-    return _engine_run_backward(tuple(outputs), tuple(cotangents), True, False, tuple(sources), True, accumulate_grad=False)
+    return _engine_run_backward(tuple(outputs), tuple(cotangents), True, create_graph, tuple(sources), True, accumulate_grad=False)
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager:

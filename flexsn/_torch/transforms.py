@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from .availability import TRANSFORMS, moved
 from .compiling import unseen_by_dynamo
+from .tensors import has_storage
 
 
 @unseen_by_dynamo
@@ -47,6 +50,28 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     while is_wrapped(tensor) and torch._C._functorch.maybe_get_bdim(tensor) != -1:  # 2.11, 2.13: a batch: `unpack_dual` has no rule
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+def over_batch(function: Callable[..., Tensors], given: Tensors) -> Tensors:
+    """Run a function of tensors of which some may be batches that `torch.autograd.grad(..., is_grads_batched=True)` passes: wrappers
+    without memory, of a `vmap` older than `torch.func`."""
+    if transforms_active() or all(t is None or has_storage(t) for t in given):
+        return function(*given)
+    add, remove = torch._add_batch_dim, torch._remove_batch_dim  # 2.11, 2.13
+    dims = [None if t is None or has_storage(t) else 0 for t in given]
+    values = [t if t is None or dim is None else remove(t, 1, 0, 0) for t, dim in zip(given, dims, strict=True)]
+    there: list[bool] = []
+
+    def run(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        found = function(*tensors)
+        there[:] = [t is not None for t in found]
+        return tuple([t for t in found if t is not None])
+
+    found = iter(torch.func.vmap(run, in_dims=tuple(dims))(*values))
+    return [add(next(found), 0, 1) if flag else None for flag in there]
 
 
 def left_by_an_ended_vmap(tensor: torch.Tensor) -> bool:

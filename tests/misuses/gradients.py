@@ -47,16 +47,14 @@ def retained(backend):
     return torch.autograd.grad(loss, [x]), first
 
 
-@misuse("a second derivative", raises(errors.DoubleBackwardError, "differentiated twice", 'backend="torch"'), torch=gives("works"),
-        triton=True)  # fmt: skip
+@misuse("a second derivative", gives("works"), triton=True)
 def second_derivative(backend):
     x, found = run(backend, lambda x, v: (x * x * x, v + x))
     (grad,) = torch.autograd.grad(found[0].sum(), [x], create_graph=True)
     return torch.autograd.grad(grad.sum(), [x]), 6.0 * X
 
 
-@misuse("a batch of cotangents at once", raises(errors.BatchedGradientError, "is_grads_batched=True", "torch.func.jacrev"),
-        torch=gives("works"), triton=True)  # fmt: skip
+@misuse("a batch of cotangents at once", gives("works"), triton=True)
 def batch_of_cotangents(backend):
     x, found = run(backend, lambda x, v: (x * x, v + x))
     return torch.autograd.grad(found[0], [x], torch.ones(2, *x.shape), is_grads_batched=True), (2.0 * X).expand(2, *X.shape)
@@ -212,7 +210,7 @@ def frozen(backend):
     return [w.grad is None, x.grad], [True, torch.full_like(X, 2.0)]
 
 
-@misuse("forward-mode AD", falls_back(errors.ForwardModeError, "forward mode"))
+@misuse("forward-mode AD", gives("works"))
 def forward_mode(backend):
     with torch.autograd.forward_ad.dual_level(), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch imports its JVP decompositions

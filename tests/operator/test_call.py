@@ -15,9 +15,7 @@ import flexsn
 from flexsn import FlexSN
 from flexsn._operator.call import Call
 from flexsn.errors import (
-    BatchedGradientError,
     DeviceMismatchError,
-    DoubleBackwardError,
     FreedGraphError,
     OperandTypeError,
     ShapeMismatchError,
@@ -366,24 +364,12 @@ def recorded(request):
     return neuron, x, y
 
 
-def test_second_derivatives_are_refused(recorded):
-    _, x, y = recorded
-    with pytest.raises(DoubleBackwardError, match="differentiated twice"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
 def test_a_freed_graph(recorded):
     _, _, y = recorded
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     with pytest.raises(FreedGraphError, match="reset_net"):
         y.sum().backward()
-
-
-def test_batched_gradients_are_refused(recorded):
-    _, x, y = recorded
-    with pytest.raises(BatchedGradientError, match="jacrev"):
-        torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
 
 
 def test_a_write_into_what_was_saved(recorded):

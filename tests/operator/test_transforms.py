@@ -4,24 +4,18 @@ import copy
 
 import pytest
 import torch
-from cores import adlif, leaky, lif, plif
+from cores import adlif, leaky, plif
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import functional_call, functionalize, grad, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import flexsn
 from flexsn import FlexSN
-from flexsn._capture.signature import make_signature
-from flexsn._capture.trace import Meta
-from flexsn._operator import autograd as doors
-from flexsn._operator.library import text_of
-from flexsn._program.captured import draw
 from flexsn._runtime.launch import Launch
-from flexsn.errors import CarriedStateError, DoubleBackwardError, FallbackWarning, ForwardModeError, StaleStateError
+from flexsn.errors import CarriedStateError, ForwardModeError
 
 f64 = torch.float64
 CPU = torch.device("cpu")
@@ -415,15 +409,7 @@ def test_a_module_under_two_names_keeps_its_tensors():
     assert inner[0].weight is weight and torch.equal(got, 2 * inner(x))
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [lambda f: jacrev(jacrev(f)), lambda f: grad(lambda w: grad(f)(w).sum())])
-def test_double_backward_is_refused(make):
-    x, v, w = (double(*shape) for shape in OPERANDS.values())
-    with pytest.raises(DoubleBackwardError, match="leaky"):
-        make(lambda w: loss(x, v, w))(w)
-    assert torch.isfinite(make(lambda w: loss(x, v, w, "torch"))(w)).all()
-
-
+# --- one kernel per direction ----------------------------------------------------------------------------------------------------------
 def gradient_of(call):
     return lambda x, w: torch.autograd.grad(call(x.clone().requires_grad_(), w).sum(), w)
 
@@ -472,171 +458,9 @@ def test_a_compiled_call_drops_no_tangents(compiler, warm):
                     compiled(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-@pytest.mark.parametrize("make", [jacfwd, hessian, lambda f: lambda w: jvp(f, (w,), (torch.ones_like(w),))])
-def test_forward_mode_goes_through_the_loop(make):
-    x, v, w = (double(*shape) for shape in OPERANDS.values())
-    with pytest.warns(FallbackWarning, match="forward mode"):
-        got = make(lambda w: loss(x, v, w))(w)
-    assert_same(got, make(lambda w: loss(x, v, w, "torch"))(w))
-
-
-def test_forward_mode_over_vmap_goes_through_the_loop():
+def test_forward_mode_over_vmap():
     x, v, w = (double(*shape) for shape in OPERANDS.values())
     both = torch.stack([w, 2.0 * w])
-    with pytest.warns(FallbackWarning, match="forward mode"):
-        got = jvp(torch.func.vmap(lambda w: loss(x, v, w)), (both,), (torch.ones_like(both),))
+    got = jvp(torch.func.vmap(lambda w: loss(x, v, w)), (both,), (torch.ones_like(both),))
     for k in range(2):
         assert_same([t[k] for t in got], jvp(lambda w: loss(x, v, w, "torch"), (both[k],), (torch.ones_like(w),)))
-
-
-def test_forward_mode_is_refused_by_name():
-    x, v, w = (double(*shape) for shape in OPERANDS.values())
-    with pytest.raises(ForwardModeError, match="leaky"):
-        jvp(lambda w: loss(x, v, w, "cpp" if w.is_cpu else "triton"), (w,), (torch.ones_like(w),))
-
-
-def test_dual_numbers():
-    x, v, w = (double(*shape) for shape in OPERANDS.values())
-    with torch.autograd.forward_ad.dual_level(), pytest.warns(FallbackWarning, match="forward mode"):
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        tangent = torch.autograd.forward_ad.unpack_dual(loss(dual, v, w)).tangent
-    torch.testing.assert_close(tangent, grad(loss)(x, v, w).sum())
-
-
-# --- tensors without memory --------------------------------------------------------------------------------------------------------------
-@neurons
-def test_fake_tensors(make):
-    with FakeTensorMode():
-        net, x = make(), torch.randn(5, 3, 8, requires_grad=True)
-        y = net(x)
-        y.sum().backward()
-        assert y.shape == x.grad.shape == (5, 3, 8) and net.states[0].shape == (3, 8)
-        assert all(p.grad.shape == p.shape for p in net.parameters())
-
-
-@neurons
-def test_meta_tensors(make):
-    with torch.device("meta"):
-        net, x = make(), torch.randn(5, 3, 8, requires_grad=True)
-    y = net(x)
-    y.sum().backward()
-    assert y.shape == x.grad.shape == (5, 3, 8) and y.device.type == net.states[0].device.type == "meta"
-    assert all(p.grad.shape == p.shape for p in net.parameters())
-
-
-def test_fake_tensors_in_a_captured_core():
-    """A real closure, fake operands: the trace does not touch the parameter."""
-    net = closure_neuron()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        y = net(torch.randn(5, 3, 8))
-    assert y.shape == (5, 3, 8) and type(net.core.__closure__[0].cell_contents) is nn.Parameter
-    net.reset()
-    assert torch.isfinite(net(torch.randn(5, 3, 8))).all()
-
-
-def test_the_default_device_holds_while_a_core_is_traced():
-    def core(x, v):
-        v = 0.5 * v + (x if torch.get_default_device().type == "meta" else -x)
-        return v, v
-
-    x = torch.randn(4, 3)
-    with torch.device("meta"):
-        got = vmap(lambda x: flexsn.scan(core, (x,), (None,)).outputs[0], 1, 1)(x)
-    assert torch.equal(got, -flexsn.scan(core, (x,), (None,)).outputs[0])
-
-
-# --- operators --------------------------------------------------------------------------------------------------------------------------
-def program(core, counts, metas, vjp=True):
-    """The text of a core at float32 step shapes."""
-    blueprint = draw(core, make_signature(core, *counts), [Meta(shape, torch.float32) for shape in metas], CPU, {})
-    if vjp:
-        blueprint.differentiate(core, {}, CPU)
-    return text_of(blueprint, vjp=vjp)
-
-
-STEP = [3, 4]
-LEAKY = program(leaky, (1, 1, 1), [(3, 4), (3, 4), (4,)])
-LIF = program(lif, (1, 1, 2), [(3, 4), (3, 4), (), ()])
-
-
-@pytest.mark.parametrize(("needs", "sequences"), [(False, True), (True, False)])
-def test_opcheck_scan(needs, sequences):
-    operands = [t.requires_grad_(needs) for t in (torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4))]
-    x, v, w = operands
-    torch.library.opcheck(torch.ops.flexsn.scan.default, (LEAKY, [x], [v], [w], sequences))
-    torch.library.opcheck(torch.ops.flexsn.scan.default, (LIF, [x], [None], [torch.tensor(1.5), torch.tensor(0.5)], sequences))
-
-
-def test_opcheck_forward():
-    x, v, w = torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4)
-    rows = flexsn._operator.library.program_from(LEAKY, CPU).checkpoints(40)
-    assert rows > 0
-    for arguments in [([x], [v], [w], STEP, rows, True, False), ([x], [None], [w], STEP, 0, False, True)]:
-        torch.library.opcheck(torch.ops.flexsn.forward.default, (LEAKY, *arguments))
-
-
-def test_opcheck_backward():
-    x, v, w = torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4)
-    rows = flexsn._operator.library.program_from(LEAKY, CPU).checkpoints(40)
-    checkpoints = [t for t in torch.ops.flexsn.forward(LEAKY, [x], [v], [w], STEP, rows, True, False) if t.shape[0] == rows]
-    assert len(checkpoints) == 1
-    arguments = ([x], [v], [w], checkpoints, [torch.randn(40, 3, 4), torch.randn(3, 4)], ["gy0", "gv0"], ["gx0", "gv0", "gp0"], STEP)
-    torch.library.opcheck(torch.ops.flexsn.backward.default, (LEAKY, *arguments))
-
-
-@pytest.mark.parametrize("needs", [False, True])
-def test_opcheck_carry(needs):
-    torch.library.opcheck(torch.ops.flexsn.carry.default, (torch.randn(3, 4, requires_grad=needs),))
-
-
-def test_the_operator_differentiates_as_the_call_does():
-    operands, other = ([t.requires_grad_() for t in (torch.randn(40, 3, 4), torch.randn(3, 4), torch.rand(4))] for _ in range(2))
-    for a, b in zip(operands, other, strict=True):
-        b.data.copy_(a)
-    x, v, w = operands
-    y, final = torch.ops.flexsn.scan(LEAKY, [x], [v], [w], False)
-    want = flexsn.scan(leaky, (other[0],), (other[1],), (other[2],))
-    assert torch.equal(y, want.outputs[0]) and torch.equal(final, want.states[0])
-    got = torch.autograd.grad(y.sum() + final.sum(), operands)
-    assert_same(got, torch.autograd.grad(want.outputs[0].sum() + want.states[0].sum(), other))
-
-
-def test_an_operator_at_another_step_shape_says_so():
-    with pytest.raises(flexsn.errors.ShapeMismatchError, match=r"step shape \[3, 4\]"):
-        doors.call_of(LEAKY, [torch.randn(5, 3, 7)], [None], [torch.rand(4)], False)
-
-
-@pytest.mark.parametrize("use", [FlexSN.detach_states, copy.deepcopy, FlexSN.double])
-def test_states_that_a_transform_left_are_refused_by_name(use):
-    net = params_neuron()
-    vmap(net)(torch.randn(2, 5, 3, 8))
-    with pytest.raises(StaleStateError, match=r"has ended.*\n.*`reset\(\)`"):
-        use(net)
-    net.reset()
-    use(net)
-
-
-LATER = {
-    "grad": lambda net: torch.func.grad(lambda x: net(x).sum())(torch.randn(5, 3, 8)),
-    "other size": lambda net: vmap(net)(torch.randn(3, 5, 3, 8)),
-    "nested": lambda net: vmap(vmap(net))(torch.randn(3, 2, 5, 3, 8)),
-}
-
-
-@pytest.mark.parametrize("later", LATER)
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_states_that_a_vmap_left_are_no_other_transforms(later, backend):
-    net = params_neuron()
-    net.backend = backend
-    vmap(net)(torch.randn(2, 5, 3, 8))
-    with pytest.raises(StaleStateError, match=r"state `v`.*has ended.*\n.*`reset\(\)`"):
-        LATER[later](net)
-    net.reset()
-    LATER[later](net)
-
-
-def test_vmap_over_the_same_batch_carries_states():
-    net, xs = params_neuron(), torch.randn(2, 10, 3, 8)
-    got = torch.cat([vmap(net)(xs[:, :5]), vmap(net)(xs[:, 5:])], 1)
-    net.reset()
-    assert_same([got], [vmap(net)(xs)])
