@@ -58,7 +58,8 @@ def test_matrix(core, dtype, T):
 
 @in_every_dtype(leaky, lif, adlif, lif_soft, lif_detached_reset, relu_mem, plif)
 def test_final_states(core, dtype):
-    for T, shape in [(K + 1, (65,)), (2 * K, (1000,)), (3, ()), (5, (2, 3, 4, 5)), (4, (3, 0, 2)), (0, (3, 4)), (1, (7, 1))]:
+    many = [(2 * K, (1000,))] if dtype is torch.float32 else []  # which Triton's interpreter takes long for
+    for T, shape in [(K + 1, (65,)), *many, (3, ()), (5, (2, 3, 4, 5)), (4, (3, 0, 2)), (0, (3, 4)), (1, (7, 1))]:
         check(core, *operands(core, T, shape, dtype), exact=core is not plif)
 
 
