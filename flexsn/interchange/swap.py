@@ -12,7 +12,7 @@ from .._capture.signature import core_name, make_signature
 from .._capture.trace import Meta
 from .._program.cache import program_for
 from .._runtime.backends import backend_of
-from ..errors import CannotFuseError, InterchangeError
+from ..errors import CannotFuseError, FlexSNError, InterchangeError
 from ..module import FlexSN
 from .calls import own_functions
 
@@ -190,7 +190,8 @@ def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
     """Capture the core and its gradient on stand-ins; nothing is built.
 
     Args:
-        step: the shape of one step; by default a batch of what the core's tensors broadcast to.
+        step: the shape of one step; by default a batch of what the core's tensors broadcast to. Where the core does not run on that,
+            because it views its tensors as channels, a batch of images.
 
     Raises:
         LeaveAlone: one kernel cannot express it, or PyTorch cannot run it.
@@ -198,13 +199,28 @@ def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
     seen = neuron.captured_values()
     core, captured = seen.stand_ins(neuron.core, torch.empty_like)
     floats = [t for t in captured.values() if t.is_floating_point()]
-    shape = step or torch.broadcast_shapes((2, 1), *(t.shape for t in floats))
     dtype = floats[0].dtype if floats else torch.get_default_dtype()
     device = floats[0].device if floats else torch.device("cpu")
     sig = make_signature(neuron.core, neuron.num_inputs, neuron.num_states, 0)
-    metas = [Meta(tuple(shape), dtype)] * (neuron.num_inputs + neuron.num_states)
+    reason = ""
+    for shape in [step] if step else _steps([tuple(t.shape) for t in floats]):
+        metas = [Meta(shape, dtype)] * (neuron.num_inputs + neuron.num_states)
+        try:
+            program = program_for(backend_of(device), core, seen, sig, metas, device, captured, None)[0]
+            program.differentiate(core, captured, seen)
+            return
+        except CannotFuseError as error:
+            raise LeaveAlone(f"cannot be fused: {error.reason}{f', at {error.line}' if error.line else ''}") from error
+        except FlexSNError as error:
+            reason = reason or f"does not run on one step of shape {list(shape)}: {error.reason}"
+    raise LeaveAlone(reason)
+
+
+def _steps(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Shapes of one step that tensors of these shapes may be made for."""
+    channels = max((n for shape in shapes for n in shape), default=1)
+    images = (2, channels, 2, 2)
     try:
-        program = program_for(backend_of(device), core, seen, sig, metas, device, captured, None)[0]
-        program.differentiate(core, captured, seen)
-    except CannotFuseError as error:
-        raise LeaveAlone(f"cannot be fused: {error.reason}{f', at {error.line}' if error.line else ''}") from error
+        return [(2, *torch.broadcast_shapes((1,), *shapes)), images]
+    except RuntimeError:  # they meet after a `view`
+        return [images]
