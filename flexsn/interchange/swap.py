@@ -43,12 +43,21 @@ def check_plain(module: nn.Module) -> None:
 
 
 def keep(core: nn.Module, source: nn.Module, *names: str) -> None:
-    """Give `core` these tensors of `source`, in the order they have there: the same `Parameter` objects, the same buffers."""
+    """Give `core` these tensors of `source`, in the order they have there: the same `Parameter` objects, the same buffers.
+
+    Raises:
+        LeaveAlone: a buffer is the result of a computation, with a graph behind it (the `C` of a Lapicque that learns `beta`).
+    """
     for name, parameter in source.named_parameters(recurse=False):
         if name in names:
             core.register_parameter(name, parameter)
     for name, buffer in source.named_buffers(recurse=False):
         if name in names:
+            if not buffer.is_leaf:
+                raise LeaveAlone(
+                    f"its `{name}` was computed once, from what is learned: no optimizer step reaches it, and a second backward fails; "
+                    "make a neuron that computes it at every step (of a Lapicque: `Leaky(beta, learn_beta=True)`)"
+                )
             core.register_buffer(name, buffer)
 
 

@@ -103,6 +103,26 @@ def test_a_step_that_runs_on_no_shape_stays_with_the_reason():
     assert not report.replaced and "does not run on one step of shape [2, 3]: `view`" in report.left[0].outcome
 
 
+# --- tensors that were computed when the neuron was made --------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: snn.Lapicque(beta=0.9, learn_beta=True, init_hidden=True), "C"),
+        (lambda: snn.Leaky(beta=torch.rand(4, requires_grad=True).sigmoid(), init_hidden=True), "beta"),
+    ],
+    ids=["lapicque", "leaky"],
+)
+def test_what_was_computed_from_a_parameter_stays_with_the_reason(make, name):
+    """A second backward through it fails, in snnTorch too, and an optimizer step does not reach it."""
+    ref = make()
+    report = flexsn.convert(nn.Sequential(ref))
+    assert not report.replaced and f"`{name}` was computed once" in report.left[0].outcome
+    stepped(ref, torch.rand(STEPS, 2, 4)).sum().backward()
+    ref.reset_mem()
+    with pytest.raises(RuntimeError, match="a second time"):
+        stepped(ref, torch.rand(STEPS, 2, 4)).sum().backward()
+
+
 def test_a_lapicque_that_learns_its_threshold():
     ref = snn.Lapicque(beta=0.5, threshold=torch.rand(3, 6, 6) / 4, learn_threshold=True, init_hidden=True)
     net = flexsn.convert(copy.deepcopy(ref), backend="cpp").model
