@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
-from ._capture.signature import core_name, make_signature
+from ._capture.signature import PADDED, core_name, make_signature
 from ._captured.captured_values import CapturedValues, look
 from ._operator.dispatch import run_core
 from ._operator.streaming import in_pieces, scan_pieces
@@ -62,8 +63,10 @@ def scan(
         FlexSNError: a subclass per mistake (see `flexsn.errors`), naming the core, the operand or op, and the source line.
     """
     for name, given in (("inputs", inputs), ("states", states), ("params", params)):
-        if not isinstance(given, (tuple, list)):
-            raise OperandTypeError(f"`{name}` must be a tuple or list of tensors", core=core_name(core), hint=f"Write `{name}=(x,)`.")
+        packed = isinstance(given, PackedSequence)
+        if packed or not isinstance(given, (tuple, list)):
+            hint = f"{PADDED} Then write `{name}=(x,)`." if packed else f"Write `{name}=(x,)`."
+            raise OperandTypeError(f"`{name}` must be a tuple or list of tensors", core=core_name(core), hint=hint)
     if reduce is not None or any(map(in_pieces, inputs)):
         return _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, backend=backend, strict=strict, tune=tune)
     operands = tuple(inputs), tuple(states), tuple(params)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from .._torch.tensors import is_symbolic, size_hint
 from ..errors import (
@@ -225,10 +226,12 @@ def state_mismatch(sig: Signature, name: str, before: Any, after: Any, given: bo
 _RETURN = "End the core with `return *outputs, *new_states`."
 _LEAF = "A neuron is a leaf to `torch.fx`: override `is_leaf_module` of a `torch.fx.Tracer`, or use `torch.export.export`."
 _AS_TENSOR = "Make it a tensor: `torch.as_tensor(value)`."
+PADDED = "Pad it: `x, lengths = torch.nn.utils.rnn.pad_packed_sequence(packed)` gives a tensor [T, B, *]; what lies past a length is 0."
 
 
 def not_a_tensor(what: str, value: Any, core: str) -> OperandTypeError:
-    hint = "Only states may be None: zeros." if value is None else _LEAF if isinstance(value, torch.fx.Proxy) else _AS_TENSOR
+    hints = ((type(None), "Only states may be None: zeros."), (torch.fx.Proxy, _LEAF), (PackedSequence, PADDED))
+    hint = next((text for kind, text in hints if isinstance(value, kind)), _AS_TENSOR)
     return OperandTypeError(f"{what} must be a tensor, not {type(value).__name__}", core=core, hint=hint)
 
 

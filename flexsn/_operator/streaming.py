@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
+from .._capture.signature import PADDED
 from .._torch.autograd import saved_tensors_hooks_off
 from .._torch.transforms import transforms_active
 from ..errors import PiecesError
@@ -25,7 +27,7 @@ Run = Callable[[tuple[Tensor, ...], Sequence[Tensor | None]], tuple[tuple[Tensor
 
 def in_pieces(x: Any) -> bool:
     """Return whether an input of `scan` is a sequence in pieces: a list, tuple, dataset or iterator, and no array."""
-    if isinstance(x, Tensor):
+    if isinstance(x, (Tensor, PackedSequence)):
         return False
     if isinstance(x, (list, tuple)):
         return not x or isinstance(x[0], (Tensor, list, tuple)) or hasattr(x[0], "__array__")
@@ -136,6 +138,8 @@ def _as_tensors(name: str, piece: Any) -> str:
             f"Read arrays as tensors: `[torch.from_numpy(a) for a in {name}]`; those of a file on demand, by a class with "
             "`__len__` and `__getitem__`."
         )
+    if isinstance(piece, PackedSequence):
+        return PADDED
     if isinstance(piece, (tuple, list)):
         return _LOADER
     return "A piece is a tensor of shape [T_k, *shape]."

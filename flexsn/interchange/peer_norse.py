@@ -97,6 +97,7 @@ class NorseNeuron(Swapped):
             cell.p = value
 
     def forward(self, input_tensor: Tensor, state: Any = None) -> tuple[Tensor, Any]:  # type: ignore[override]  # as Norse's
+        self._check_inputs((input_tensor,))
         xs = input_tensor if self.step_mode == "m" else input_tensor.unsqueeze(0)
         state = self.state_fallback(xs if self.fallback_over_time else xs[0]) if state is None else state
         values = [v.to(torch.result_type(v, xs)).expand(xs.shape[1:]) for v in leaves(state)]

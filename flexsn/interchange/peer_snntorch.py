@@ -170,6 +170,7 @@ class SnnTorchNeuron(Swapped):
         given = dict(zip(self.state_names, states, strict=False)) | named
         if self.init_hidden and any(v is not None for v in given.values()):
             raise TypeError(f"{', '.join(given)} cannot be passed to a neuron with init_hidden=True, which keeps its states")
+        self._check_inputs((x,))
         xs = x if self.step_mode == "m" else x.unsqueeze(0)
         stored = self.store_state_seqs
         outputs, finals, trail = self.run((xs,), self._starting(xs[0], given), stored or self.step_mode == "m")

@@ -246,6 +246,7 @@ class SpikingJellyNeuron(Swapped):
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         if self.states is not None:
+            self._check_inputs(inputs)
             self.states = self._settled(inputs[0])
         earlier = self.v_seq if self.step_mode == "s" else None
         outputs = super().forward(*inputs, **named)
@@ -292,6 +293,7 @@ class GatedNeuron(SpikingJellyNeuron):
     """
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
+        self._check_inputs(inputs)
         conduct = self.core.conduct  # type: ignore[attr-defined]  # the core is a GatedLIF
         steps = conduct.view(conduct.shape[0], 1, -1, 1, 1).sigmoid()
         x = inputs[0][: conduct.shape[0]]

@@ -8,6 +8,7 @@ from loaded_peers import neuron, norse, snn
 from torch import nn
 
 import flexsn
+from flexsn.errors import OperandTypeError
 
 STEPS, BATCH = 7, 2
 
@@ -127,3 +128,24 @@ def test_a_lapicque_that_learns_its_threshold():
     ref = snn.Lapicque(beta=0.5, threshold=torch.rand(3, 6, 6) / 4, learn_threshold=True, init_hidden=True)
     net = flexsn.convert(copy.deepcopy(ref), backend="cpp").model
     assert_equal(net, ref, torch.rand(STEPS, BATCH, 3, 6, 6))
+
+
+# --- what is no tensor -------------------------------------------------------------------------------------------------------
+CONVERTED = {
+    "spikingjelly": lambda: neuron.LIFNode(step_mode="m"),
+    "spikingjelly, gated": lambda: neuron.GatedLIFNode(T=3),
+    "snntorch": lambda: snn.Leaky(beta=0.9, init_hidden=True),
+    "norse": norse.LIF,
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_packed_sequence_is_told_to_be_padded(name):
+    net = flexsn.convert(CONVERTED[name](), backend="torch").model
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    for begin in (lambda: None, lambda: net(torch.ones(3, 2, 1, 1, 1))):  # before the first call, and after one
+        begin()
+        with pytest.raises(OperandTypeError, match=r"must be a tensor, not PackedSequence[\s\S]*torch.nn.utils.rnn.pad_packed_sequence"):
+            net(packed)
+    x, lengths = nn.utils.rnn.pad_packed_sequence(packed)
+    assert x.shape == (3, 2, 2) and lengths.tolist() == [3, 2]

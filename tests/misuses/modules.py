@@ -104,6 +104,13 @@ def input_by_name(backend):
     return neuron(backend)(x=X), None
 
 
+@misuse(
+    "a `PackedSequence` to a module", raises(errors.OperandTypeError, "input `x` must be a tensor, not PackedSequence", "rnn.pad_packed_sequence(")
+)  # fmt: skip
+def module_packed(backend):
+    return neuron(backend)(torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])), None
+
+
 @misuse("a list of inputs to a module", raises(errors.OperandTypeError, "input `x` must be a tensor, not list"))
 def module_list(backend):
     return neuron(backend)([X]), None

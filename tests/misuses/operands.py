@@ -76,6 +76,29 @@ def input_numpy(backend):
     return scan(backend, [X.numpy()])
 
 
+PACKED = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+
+
+@misuse(
+    "a `PackedSequence` as an input", raises(errors.OperandTypeError, "input `x` must be a tensor, not PackedSequence", "rnn.pad_packed_sequence(")
+)  # fmt: skip
+def input_packed(backend):
+    return scan(backend, [PACKED])
+
+
+@misuse(
+    "a `PackedSequence` in place of a list of inputs",
+    raises(errors.OperandTypeError, "`inputs` must be a tuple", "rnn.pad_packed_sequence("),
+)
+def bare_packed(backend):
+    return scan(backend, PACKED)
+
+
+@misuse("sequences packed as pieces", raises(errors.PiecesError, "piece 0 of input `x` is PackedSequence", "rnn.pad_packed_sequence("))
+def pieces_packed(backend):
+    return scan(backend, [[PACKED, PACKED]])
+
+
 @misuse("a Python number as a state", raises(errors.OperandTypeError, "state `v` must be a tensor, not float", "torch.as_tensor"))
 def state_number(backend):
     return scan(backend, [X], [0.0])
