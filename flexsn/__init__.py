@@ -8,7 +8,7 @@ from ._torch_compile.export import decompose
 from ._version import __version__
 from ._viz import plot
 from ._viz.monitor import monitor
-from .interchange import convert, from_nir, to_nir
+from .interchange import Delay, PerStep, convert, from_nir, to_nir
 from .module import FlexSN, detach_states, reset_net
 from .neurons import (
     ALIF,
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from ._report import explain
 
 __all__ = [
-    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
-    "Izhikevich", "LeakyIntegrator", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult", "Synaptic",
-    "TwoCompartmentLIF", "__version__", "convert", "decompose", "detach_states", "errors", "explain", "from_nir", "lowlevel",
-    "monitor", "neuron_parallel", "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
+    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "Delay", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
+    "Izhikevich", "LeakyIntegrator", "ParametricLIF", "PerStep", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult",
+    "Synaptic", "TwoCompartmentLIF", "__version__", "convert", "decompose", "detach_states", "errors", "explain", "from_nir",
+    "lowlevel", "monitor", "neuron_parallel", "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
 ]  # fmt: skip
 
 

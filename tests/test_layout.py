@@ -170,7 +170,9 @@ def test_dtensor_is_imported_by_who_uses_it():
 def test_public_names():
     zoo = {n for n, neuron in vars(flexsn.neurons).items() if isinstance(neuron, type) and neuron is not flexsn.neurons.Neuron}
     assert set(flexsn.__all__) == zoo | {
+        "Delay",
         "FlexSN",
+        "PerStep",
         "ScanResult",
         "__version__",
         "convert",

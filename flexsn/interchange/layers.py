@@ -1,4 +1,4 @@
-"""Layers that NIR has and PyTorch has not, over sequences `[T, B, *shape]`."""
+"""Layers over sequences `[T, B, *shape]` that PyTorch has not: `PerStep`, and those of NIR."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..errors import ShapeMismatchError
 from ..module import FlexSN
 
 
@@ -24,6 +25,11 @@ class PerStep(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[T, B, *shape]` to `[T, B, *out]`; so with any other dims before `shape`."""
+        if x.dim() <= self.rank:
+            raise ShapeMismatchError(
+                f"PerStep: an input of shape {list(x.shape)} has no dims before the {self.rank} of one step",
+                hint="Inputs are [T, B, *shape]; `rank` counts the dims of `shape`, for `nn.Conv2d` 3.",
+            )
         leading = x.shape[: x.dim() - self.rank]
         return self.module(x.reshape(-1, *x.shape[x.dim() - self.rank :])).unflatten(0, leading)
 
