@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ShapeMismatchError
+from ..errors import ArgumentError, ShapeMismatchError, StateMismatchError
 from ..module import FlexSN
 
 
@@ -79,23 +80,53 @@ class Delay(FlexSN):
     """`y[t] = x[t - steps]`, 0 before the sequence began. The last inputs are carried from call to call until `reset()`.
 
     Args:
-        steps: whole numbers, of the shape of one step without its batch (or of any shape that broadcasts to it).
+        steps: whole numbers, 0 or more: one for all, or a tensor of the shape of one step without its batch (or of any shape that
+            broadcasts to it). They stay as they are: a longer delay is another layer.
+        step_mode: `"m"`: calls take `[T, *shape]`; `"s"`: calls take one step `[*shape]`.
+
+    Raises:
+        ArgumentError: steps that are negative or no whole numbers.
     """
 
     steps: Tensor
 
-    def __init__(self, steps: Tensor):
-        super().__init__(_hold, num_inputs=1, num_states=1)
-        self.register_buffer("steps", steps.to(torch.long))
+    def __init__(self, steps: int | Sequence[int] | Tensor, step_mode: str = "m"):
+        super().__init__(_hold, num_inputs=1, num_states=1, step_mode=step_mode)
+        given = torch.as_tensor(steps)
+        self.register_buffer("steps", given.to(torch.long))
+        if bool(((self.steps != given) | (self.steps < 0)).any()):
+            raise ArgumentError(f"Delay: steps must be whole numbers, 0 or more, not {steps!r}")
+        self._measure()
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # one input
-        """`[T, *shape]` to the same."""
-        longest = int(self.steps.max()) if self.steps.numel() else 0
-        past = self.states[0] if self.states is not None else x.new_zeros(longest, *x.shape[1:])
+    def _measure(self) -> None:
+        """A number of Python, so that a compiled or exported call does not depend on the values of a tensor."""
+        self.longest = int(self.steps.max()) if self.steps.numel() else 0
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._measure()
+
+    def run(
+        self, inputs: tuple[Tensor, ...], states: Sequence[Tensor | None], sequences: bool
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
+        """The delayed sequence, and the last inputs of all; there are no states of every step."""
+        (x,), (carried,) = inputs, states
+        past = carried if carried is not None and self.longest else x.new_zeros(self.longest, *x.shape[1:])
+        self._check(x, past)
         line = torch.cat([past, x])
-        self._carry([line[line.shape[0] - longest :]], None)
-        times = torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (x.dim() - 1)) + (longest - self.steps)
-        return line.gather(0, times.expand(x.shape))
+        times = torch.arange(x.shape[0], device=x.device).view(-1, *[1] * (x.dim() - 1)) + (self.longest - self.steps)
+        return [line.gather(0, times.expand(x.shape))], [line[x.shape[0] :]], None
+
+    def _check(self, x: Tensor, past: Tensor) -> None:
+        fits = self.steps.dim() < x.dim() and all(n in (1, m) for n, m in zip(self.steps.shape[::-1], x.shape[::-1], strict=False))
+        if not fits:
+            raise ShapeMismatchError(f"Delay: steps of shape {list(self.steps.shape)} do not broadcast to one step {list(x.shape[1:])}")
+        if past.shape != (self.longest, *x.shape[1:]) or past.dtype != x.dtype or past.device != x.device:
+            raise StateMismatchError(
+                f"Delay: carries {past.shape[0]} inputs of shape {list(past.shape[1:])}, {past.dtype} on {past.device}, and needs "
+                f"{self.longest} of {list(x.shape[1:])}, {x.dtype} on {x.device}",
+                hint="Call `reset()` on it (`flexsn.reset_net(model)` on all of a network) before a sequence of another kind.",
+            )
 
     def extra_repr(self) -> str:
         return f"steps={self.steps.unique().tolist()}"

@@ -70,7 +70,7 @@ def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -
     dts = {m.dt for m in model.modules() if isinstance(m, NIRNetwork)}
     dt = checked_dt(dt if dt is not None else dts.pop() if len(dts) == 1 else DT)
     dtype = _dtype(model, sample_input)
-    neurons = [m for m in model.modules() if isinstance(m, FlexSN) and not isinstance(m, Delay)]
+    neurons = [m for m in model.modules() if isinstance(m, FlexSN)]
     leading = 1 if neurons and all(m.step_mode == "s" for m in neurons) else 2
     writer = Writer(nir, dt, single=leading == 1)
     sample = sample_input if dtype is None else sample_input.to(dtype)

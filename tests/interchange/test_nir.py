@@ -226,8 +226,11 @@ def test_a_learned_time_constant_is_written_as_it_is_now():
 
 
 def test_single_step_models():
-    net = nn.Sequential(nn.Linear(4, 3), flexsn.LIF(step_mode="s"))
-    assert flexsn.to_nir(net, torch.rand(B, 4)).nodes["1"].tau.shape == (3,)
+    net = nn.Sequential(nn.Linear(4, 3), flexsn.LIF(step_mode="s"), Delay(2, step_mode="s"))
+    graph = flexsn.to_nir(net, torch.rand(B, 4))
+    assert graph.nodes["1"].tau.shape == (3,) and np.array_equal(graph.nodes["2"].delay, np.full(3, 2e-4))
+    with pytest.raises(InterchangeError, match=r"`1` \(LIF\): takes single steps, and is called with a sequence"):
+        flexsn.to_nir(net[:2].append(Delay(2)), torch.rand(T, B, 4))
 
 
 # --- weights that hooks set -------------------------------------------------------------------------------------------------
