@@ -1,4 +1,4 @@
-"""NIR's neurons and flexsn's, in one another's terms.
+"""NIR's neurons and convolutions and flexsn's, in one another's terms.
 
 NIR's equations are in continuous time, with `tau` and `dt` in seconds; flexsn's are steps, with `tau` in steps. Between
 them lies one forward Euler step of length `dt`:
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .. import neurons
 from ..errors import InterchangeError
@@ -77,7 +78,7 @@ def to_fields(kind: str, arguments: dict[str, Any], dt: float, shape: tuple[int,
     Raises:
         InterchangeError: a soft reset, no reset, or arguments of another shape.
     """
-    values = {n: _expanded(n, v, shape, channels) for n, v in _with_hard_reset(kind, arguments).items()}
+    values = {n: expanded(n, v, shape, channels) for n, v in _with_hard_reset(kind, arguments).items()}
     for name, value in values.items():
         if not bool(torch.as_tensor(value).isfinite().all()):
             raise InterchangeError(f"`{name}` is not finite everywhere")
@@ -117,6 +118,32 @@ def array(tensor: Tensor) -> Any:
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
 
 
+def readable_kernel(module: Any) -> tuple[Tensor, Any]:
+    """Weight and padding of the same convolution with one group and a square kernel, filled up with zeros.
+
+    `nir.read` takes the height of a kernel for its width too, and the second dim of the weight for the input's channels.
+    """
+    weight, padding, groups = module.weight.detach(), module.padding, module.groups
+    if groups > 1:
+        blocks = weight.unflatten(0, (groups, -1))
+        dense = blocks.new_zeros(groups, blocks.shape[1], groups, *blocks.shape[2:])
+        each = torch.arange(groups)
+        dense[each, :, each] = blocks
+        weight = dense.flatten(2, 3).flatten(0, 1)
+    if weight.dim() == 3 or padding == "same" or weight.shape[2] == weight.shape[3]:
+        return weight, padding
+    missing = [max(weight.shape[2:]) - n for n in weight.shape[2:]]
+    if any(n % 2 for n in missing):
+        raise InterchangeError(
+            f"has a kernel of {weight.shape[2]} x {weight.shape[3]}, which `nir.read` takes for a square one",
+            hint="It has an equivalent where height and width are both odd or both even: zeros on both sides make it square.",
+        )
+    sides = [n // 2 for n in missing]
+    given = (0, 0) if padding == "valid" else padding
+    wider = tuple(p + n * d for p, n, d in zip(given, sides, module.dilation, strict=True))
+    return F.pad(weight, (sides[1], sides[1], sides[0], sides[0])), wider
+
+
 _DEFAULTS = {"r": 1.0, "w_in": 1.0, "v_leak": 0.0}
 _FIELDS = {
     "IF": ("r", "v_threshold", "v_reset"),
@@ -135,7 +162,7 @@ def _with_hard_reset(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _expanded(name: str, value: Any, shape: tuple[int, ...], channels: bool) -> Any:
+def expanded(name: str, value: Any, shape: tuple[int, ...], channels: bool = False) -> Any:
     """An argument at every neuron; in float64 if it is a number, since NIR keeps what it is given."""
     if not isinstance(value, Tensor):
         return torch.full(shape, float(value), dtype=torch.float64).numpy()
@@ -143,4 +170,7 @@ def _expanded(name: str, value: Any, shape: tuple[int, ...], channels: bool) -> 
     try:
         return array(torch.broadcast_to(laid, shape))
     except RuntimeError:
-        raise InterchangeError(f"`{name}` has shape {list(value.shape)}, which is not that of one step {list(shape)}") from None
+        raise InterchangeError(
+            f"`{name}` has shape {list(value.shape)}, which is not that of one step {list(shape)}",
+            hint="Steps are those of the sample, `[T, B, *shape]`, without time and batch.",
+        ) from None

@@ -6,6 +6,7 @@ of its dims are time and batch. So a forward may fold time into the batch around
 
 from __future__ import annotations
 
+import io
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor, fx, nn
 from ..errors import InterchangeError
 from ..module import FlexSN
 from .calls import check_calls, set_weights
-from .describe import array, check_start, described, to_fields
+from .describe import array, check_start, described, expanded, readable_kernel, to_fields
 from .layers import Delay, PerStep, Scale, SumPool2d, Threshold
 from .network import NIRNetwork
 from .nir_in import DT, checked_dt, numbers, the_nir
@@ -62,7 +63,8 @@ def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -
 
     Raises:
         InterchangeError: a layer or neuron that NIR does not have (a soft reset, `initial_states`, and spikes other than 0 and 1
-            among them), or one with a hook or a `forward` of its own; the message names it.
+            among them), or one with a hook or a `forward` of its own; the message names it. A sample without a batch. A graph that
+            `nir.read` would refuse: it is read back here.
         ImportError: the package `nir` is missing.
     """
     nir = the_nir()
@@ -72,6 +74,14 @@ def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -
     dtype = _dtype(model, sample_input)
     neurons = [m for m in model.modules() if isinstance(m, FlexSN)]
     leading = 1 if neurons and all(m.step_mode == "s" for m in neurons) else 2
+    if sample_input.dim() <= leading:
+        dims, alone = (
+            ("[T, B, *shape]", "a batch of one: `sample_input.unsqueeze(1)`") if leading == 2 else ("[B, *shape]", "a batch of one")
+        )
+        raise InterchangeError(
+            f"sample_input has shape {list(sample_input.shape)}, which leaves no dims for one step: it must be `{dims}`",
+            hint=f"Give it {alone}.",
+        )
     writer = Writer(nir, dt, single=leading == 1)
     sample = sample_input if dtype is None else sample_input.to(dtype)
     signal = Signal(sample, (writer.put("input", nir.Input(_sizes(sample.shape[leading:])), ()),), leading)
@@ -81,7 +91,20 @@ def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -
         raise InterchangeError(f"the model returns a {type(result).__name__}; NIR takes one tensor")
     writer.put("output", nir.Output(_sizes(result.step)), result.sources)
     metadata = {"dt": dt} if dtype is None else {"dt": dt, "dtype": str(dtype).removeprefix("torch.")}
-    return nir.NIRGraph(writer.nodes, writer.edges, metadata=metadata, type_check=False)
+    graph = nir.NIRGraph(writer.nodes, writer.edges, metadata=metadata, type_check=False)
+    _read_back(nir, graph)
+    return graph
+
+
+def _read_back(nir: Any, graph: Any) -> None:
+    """Nobody can use a file that `nir.read` refuses: it computes the shapes of all nodes anew, by formulas of its own."""
+    file = io.BytesIO()
+    try:
+        nir.write(file, graph, compression=None)
+        nir.read(file)
+    except Exception as error:  # whatever h5py and the checks of NIR raise
+        hint = "Leave the layer that it names out of the model, and run it beside the graph."
+        raise InterchangeError(f"`nir.read` would refuse the graph: {type(error).__name__}: {error}", hint=hint) from error
 
 
 def _check(model: Any, sample_input: Any) -> None:
@@ -204,6 +227,7 @@ class Writer:
         self.used: set[int] = set()
 
     def put(self, name: str, node: Any, sources: tuple[str, ...], out: tuple[int, ...] | None = None) -> str:
+        name = name.replace("/", "_")  # a folder in the file
         while name in self.nodes:
             name += "_"
         self.nodes[name] = node
@@ -246,7 +270,7 @@ class Writer:
             raise InterchangeError("is called with time folded into the batch")
         self.used.add(id(neuron))
         if isinstance(neuron, Delay):
-            node = self.nir.Delay(array(torch.broadcast_to(neuron.steps.double() * self.dt, x.step)))
+            node = self.nir.Delay(expanded("steps", neuron.steps.double() * self.dt, x.step))
         else:
             kind, arguments = described(neuron)
             channels = getattr(neuron, "per_channel", None) is not None
@@ -291,9 +315,9 @@ class Writer:
         if isinstance(module, nn.AvgPool2d | nn.LPPool2d):
             return self.pool(module, x)
         if isinstance(module, Scale):
-            return nir.Scale(array(torch.broadcast_to(module.scale, x.step)))
+            return nir.Scale(expanded("scale", module.scale, x.step))
         if isinstance(module, Threshold):
-            node = nir.Threshold(array(torch.broadcast_to(module.threshold, x.step)))
+            node = nir.Threshold(expanded("threshold", module.threshold, x.step))
             self.mark(node, module.spike, x)
             return node
         norm = isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
@@ -303,10 +327,12 @@ class Writer:
         if module.padding_mode != "zeros":
             raise InterchangeError(f"padding_mode={module.padding_mode!r}; NIR pads with zeros")
         flat = isinstance(module, nn.Conv1d)
-        padding = module.padding if isinstance(module.padding, str) else module.padding[0] if flat else module.padding
+        _check_rank(x, 2 if flat else 3)
+        weight, padding = readable_kernel(module)
         node = (self.nir.Conv1d if flat else self.nir.Conv2d)(
-            input_shape=None, weight=array(module.weight), stride=module.stride[0] if flat else module.stride, padding=padding,
-            dilation=module.dilation[0] if flat else module.dilation, groups=module.groups,
+            input_shape=None, weight=array(weight), stride=module.stride[0] if flat else module.stride,
+            padding=padding[0] if flat and not isinstance(padding, str) else padding,
+            dilation=module.dilation[0] if flat else module.dilation, groups=1,
             bias=array(module.bias) if module.bias is not None else array(module.weight.new_zeros(module.out_channels)),
         )  # fmt: skip
         node.input_shape = x.step[1] if flat else tuple(x.step[1:])
@@ -314,6 +340,7 @@ class Writer:
         return node
 
     def pool(self, module: Any, x: Signal) -> Any:
+        _check_rank(x, 3)
         summed = isinstance(module, SumPool2d | nn.LPPool2d)
         if isinstance(module, nn.LPPool2d) and module.norm_type != 1:
             raise InterchangeError(f"LPPool2d of norm {module.norm_type}; NIR has sums (norm 1) and means")
@@ -326,6 +353,14 @@ class Writer:
         node = (self.nir.SumPool2d if summed else self.nir.AvgPool2d)(*sizes)
         node.input_type = {"input": _sizes(x.step)}
         return node
+
+
+def _check_rank(x: Signal, rank: int) -> None:
+    if len(x.step) != rank:
+        raise InterchangeError(
+            f"takes steps of {rank} dims beside the batch, and the sample comes to steps of shape {list(x.step)}",
+            hint="A sample is `[T, B, *shape]`: without its batch, `sample_input.unsqueeze(1)` adds one.",
+        )
 
 
 def _inside(module: nn.Module) -> list[nn.Module] | None:
