@@ -17,12 +17,12 @@ from torch import Tensor, fx, nn
 
 from ..errors import InterchangeError
 from ..module import FlexSN
-from .calls import check_calls, set_weights
 from .describe import array, check_start, described, expanded, readable_kernel, to_fields
 from .layers import Delay, PerStep, Scale, SumPool2d, Threshold
 from .network import NIRNetwork
 from .nir_in import DT, checked_dt, numbers, the_nir
 from .surrogates import no_step, spikes_at_threshold
+from .swap import check_calls, set_weights
 
 
 @dataclass
