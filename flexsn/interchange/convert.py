@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from .._capture.signature import core_name
 from ..errors import ArgumentError, InterchangeError
 from ..module import FlexSN
-from .swap import LeaveAlone, NoNeuron, Swapped, check_plain
+from .swap import LeaveAlone, NoNeuron, check_plain
 
 _PEERS = {"spikingjelly": "peer_spikingjelly", "snntorch": "peer_snntorch", "norse": "peer_norse"}
 
@@ -106,7 +107,7 @@ class _Search:
 
     def __init__(self, peers: list[Any], backend: str, report: Report):
         self.peers, self.backend, self.report = peers, backend, report
-        self.made: dict[int, tuple[nn.Module, Swapped]] = {}
+        self.made: dict[int, tuple[nn.Module, FlexSN]] = {}
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
         self.seen: set[int] = set()
 
@@ -135,9 +136,14 @@ class _Search:
             if not isinstance(reason, NoNeuron):
                 self.report.left.append(entry)
             return False
-        self.report.replaced.append(Entry(place, before, made.summary()))
+        self.report.replaced.append(Entry(place, before, _summary(made)))
         self.made[id(module)] = module, made
         return True
+
+
+def _summary(neuron: FlexSN) -> str:
+    spans = {"s": "one step per call", "m": "whole sequences"}[neuron.step_mode]
+    return f"FlexSN, core {core_name(neuron.core)}, {spans}"
 
 
 def _stays(entry: Entry, takes: str, asked: str | None) -> InterchangeError:

@@ -6,6 +6,7 @@ None. Time constants are in steps.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +193,28 @@ class OwnStep(nn.Module):
     def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
         outputs, states = self.node.single_step_functional_forward((x,), states)
         return *outputs, *states
+
+
+class OwnEquations(OwnStep):
+    """The charge, fire and reset of a user's subclass of `SimpleBaseNode`, called as they are on a copy of the node.
+
+    They write its memories, which are set before a step and set back after it. A write to anything else is refused, as in any core.
+    Dynamo refuses the writes too, and runs such a neuron between compiled parts.
+    """
+
+    def __init__(self, node: Any):
+        super().__init__(copy.copy(node))
+        self.node._memories = dict(node._memories_rv)
+
+    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        memories = self.node._memories
+        before = dict(memories)
+        memories.update(zip(before, states, strict=True))
+        try:
+            spikes = self.node.single_step_forward(x)
+            return spikes, *memories.values()
+        finally:
+            memories.update(before)
 
 
 class GatedLIF(nn.Module):

@@ -16,6 +16,7 @@ from norse.torch.module.snn import SNN, SNNCell, SNNRecurrent, SNNRecurrentCell
 from torch import Tensor, nn
 
 from ..errors import InterchangeError
+from ..module import FlexSN
 from .describe import Described
 from .swap import LeaveAlone, Swapped, check_fuses, check_plain
 
@@ -151,5 +152,5 @@ def loops(module: nn.Module) -> bool:
     return isinstance(module, Lift)
 
 
-def finish(model: nn.Module, swapped: list[tuple[nn.Module, Swapped]]) -> None:
+def finish(model: nn.Module, swapped: list[tuple[nn.Module, FlexSN]]) -> None:
     pass

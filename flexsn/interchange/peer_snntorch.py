@@ -16,6 +16,7 @@ from snntorch import SpikingNeuron
 from torch import Tensor, nn
 
 from ..errors import InterchangeError
+from ..module import FlexSN
 from .describe import Described
 from .surrogates import from_snntorch
 from .swap import LeaveAlone, Swapped, check_fuses, keep
@@ -261,7 +262,7 @@ def loops(module: nn.Module) -> bool:
     return False
 
 
-def finish(model: nn.Module, swapped: list[tuple[nn.Module, Swapped]]) -> None:
+def finish(model: nn.Module, swapped: list[tuple[nn.Module, FlexSN]]) -> None:
     """The new neurons take the place of the old in the list by which snnTorch resets and detaches all of them."""
     new = {id(old): made for old, made in swapped}
     SpikingNeuron.instances[:] = [new.get(id(n), n) for n in SpikingNeuron.instances]

@@ -9,8 +9,9 @@ import torch
 from spikingjelly.activation_based import base, functional, layer, neuron
 from torch import Tensor, nn
 
+from .._capture.signature import positional_names
 from ..module import FlexSN
-from .cores_spikingjelly import CORES, GatedLIF, OwnStep
+from .cores_spikingjelly import CORES, GatedLIF, OwnEquations, OwnStep
 from .swap import LeaveAlone, NoNeuron, Swapped, check_fuses
 
 PARALLEL = (neuron.PSN, neuron.MaskedPSN, neuron.SlidingPSN)
@@ -53,6 +54,9 @@ class SpikingJellyNeuron(Swapped):
         """The carried states as those of one step of `x`: numbers are filled in; one of another shape starts anew."""
         shape, found = x.shape[self.step_mode == "m" :], []
         for state, start in zip(self.states or (), self.start, strict=True):
+            if isinstance(self.core, OwnEquations) and state.dim():  # these broadcast, and start at `reset()` alone
+                found.append(state)
+                continue
             value = state if state.shape == shape or not state.dim() else torch.as_tensor(start, dtype=torch.float64)
             found.append(value.to(x.device, x.dtype).expand(shape))
         return found
@@ -102,6 +106,30 @@ class GatedNeuron(SpikingJellyNeuron):
         return outputs
 
 
+class ConvertedFlexSN(FlexSN):
+    """SpikingJelly's `FlexSN` as flexsn's: the same core and counts; `static_inputs` are its params."""
+
+    def __init__(self, node: Any, step_mode: str, backend: str):
+        super().__init__(
+            node.core, node._num_inputs, node.num_states, node._num_outputs, params=node.static_inputs, step_mode=step_mode,
+            backend=backend, store_state_seqs=node.store_state_seqs,
+        )  # fmt: skip
+        states = list(node.states)
+        self.states = None if any(v is None for v in states) else states
+        self.train(node.training)
+
+    @property
+    def static_inputs(self) -> tuple[Tensor, ...]:
+        return tuple([getattr(self.params, name) for name in self.param_names])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """State dicts from before the conversion number the static inputs."""
+        for k, name in enumerate(self.param_names):
+            if (key := f"{prefix}_static_input_{k}") in state_dict:
+                state_dict[f"{prefix}params.{name}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 def is_neuron(module: nn.Module) -> bool:
     """Whether a module keeps states, or comes from SpikingJelly's package of neurons: some of those (PSN) keep none."""
     return isinstance(module, base.MemoryModule) or any(c.__module__.startswith(f"{neuron.__name__}.") for c in type(module).__mro__)
@@ -117,22 +145,51 @@ def replace(node: Any, backend: str, step_mode: str | None) -> FlexSN:
         raise LeaveAlone("takes sequences alone")
     if getattr(node, "_neuron_precision", None) is not None:
         raise LeaveAlone("has a precision of its own (`_neuron_precision`)")
-    core = _core_of(type(node))(node)
+    kind = type(node)
+    made: FlexSN
+    if issubclass(kind, neuron.FlexSN):
+        if own := _own(kind, neuron.FlexSN):
+            raise LeaveAlone(f"defines {', '.join(sorted(own))}; flexsn can take a subclass of FlexSN with a constructor alone")
+        made = ConvertedFlexSN(node, step_mode or node.step_mode, backend)
+        check_fuses(made)
+        return made
+    core = _core_of(kind)(node)
+    for name, value in node._memories_rv.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise LeaveAlone(f"its memory `{name}` starts as {type(value).__name__}, and flexsn's states start as numbers")
     gated = isinstance(core, GatedLIF)
     made = (GatedNeuron if gated else SpikingJellyNeuron)(core, node, step_mode or node.step_mode, backend)
     check_fuses(made, (2, node.conduct[0].numel(), 2, 2) if gated else None)
     return made
 
 
-def _core_of(kind: type) -> type[nn.Module]:
-    """The core for a class of nodes; a subclass may define a constructor and a step of its own, and nothing else that counts."""
-    theirs = next(c for c in kind.__mro__ if c.__module__.startswith("spikingjelly."))
+def _own(kind: type, theirs: type) -> set[str]:
+    """The methods that a user's class adds to SpikingJelly's."""
     own = {name for c in kind.__mro__[: kind.__mro__.index(theirs)] for name, value in vars(c).items() if callable(value)}
-    own -= {"__init__", "extra_repr"}
-    if own == {STEP} and issubclass(theirs, neuron.BaseNode):
+    return own - {"__init__", "extra_repr", "__repr__"}
+
+
+def _core_of(kind: type) -> type[nn.Module]:
+    """The core for a class of nodes; a subclass may define a constructor, a step of its own and what that calls."""
+    theirs = next(c for c in kind.__mro__ if c.__module__.startswith("spikingjelly."))
+    own = _own(kind, theirs)
+    if issubclass(theirs, neuron.SimpleBaseNode):
+        if changed := {name for name in own if hasattr(theirs, name)} - {*EQUATIONS, "single_step_forward"}:
+            raise LeaveAlone(f"defines {', '.join(sorted(changed))}; flexsn calls {', '.join(EQUATIONS)} by itself")
+        if positional_names(kind.single_step_forward)[1] != 2:  # type: ignore[attr-defined]  # a SimpleBaseNode has it
+            raise LeaveAlone("its step takes several inputs")
+        return OwnEquations
+    if STEP in own and issubclass(theirs, neuron.BaseNode):
         if getattr(kind, MULTI_STEP) is not base.MemoryModule.multi_step_functional_forward:
             raise LeaveAlone(f"over sequences SpikingJelly runs the step of {theirs.__name__}, not the one that it defines")
+        if changed := {name for name in own if hasattr(theirs, name)} - {STEP}:
+            raise LeaveAlone(f"defines {', '.join(sorted(changed))} beside `{STEP}`; flexsn calls its step by itself")
         return OwnStep
+    if ignored := own.intersection(EQUATIONS):
+        raise LeaveAlone(
+            f"defines {', '.join(sorted(ignored))}, which SpikingJelly 2.0 does not call in a {theirs.__name__}: derive it from "
+            f"SimpleBaseNode, or define `{STEP}`"
+        )
     if issubclass(theirs, layer.Dropout | layer.DropConnectLinear):
         raise NoNeuron("keeps a mask from step to step")
     if issubclass(theirs, PARALLEL):
@@ -146,6 +203,7 @@ def _core_of(kind: type) -> type[nn.Module]:
 
 
 STEP, MULTI_STEP = "single_step_functional_forward", "multi_step_functional_forward"
+EQUATIONS = ("neuronal_charge", "neuronal_fire", "neuronal_reset")  # of a SimpleBaseNode
 
 
 def takes(node: Any) -> str:
@@ -164,7 +222,7 @@ _LOOPS = (
 )  # fmt: skip
 
 
-def finish(model: nn.Module, swapped: list[tuple[nn.Module, Swapped]]) -> None:
+def finish(model: nn.Module, swapped: list[tuple[nn.Module, FlexSN]]) -> None:
     """SpikingJelly remembers which modules `reset_net(model)` resets."""
     for module in model.modules():
         functional.invalidate_reset_cache(module)

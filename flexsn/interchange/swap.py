@@ -229,13 +229,11 @@ class Swapped(FlexSN):
         for key in self.old_keys:
             if prefix + key in state_dict:
                 value = state_dict.pop(prefix + key)
-                if isinstance(self.core, nn.Module) and key in self.core.state_dict():
-                    state_dict[f"{prefix}core.{key}"] = value
+                own = self.state_dict().keys()
+                for place in (f"core.{key}", f"core.node.{key}"):  # the latter where the core calls the old neuron
+                    if place in own:
+                        state_dict[prefix + place] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def summary(self) -> str:
-        spans = {"s": "one step per call", "m": "whole sequences"}[self.step_mode]
-        return f"FlexSN, core {core_name(self.core)}, {spans}"
 
     def extra_repr(self) -> str:
         return f"was {self.old_name}, {super().extra_repr()}"
@@ -261,24 +259,31 @@ def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
     Raises:
         LeaveAlone: one kernel cannot express it, or PyTorch cannot run it.
     """
-    seen = neuron.captured_values()
-    core, captured = seen.stand_ins(neuron.core, torch.empty_like)
-    floats = [t for t in captured.values() if t.is_floating_point()]
+    seen, params = neuron.captured_values(), [getattr(neuron.params, name) for name in neuron.param_names]
+    try:
+        core, captured = seen.stand_ins(neuron.core, torch.empty_like)
+    except CannotFuseError as error:
+        raise _cannot_fuse(error) from error
+    floats = [t for t in (*captured.values(), *params) if t.is_floating_point()]
     dtype = floats[0].dtype if floats else torch.get_default_dtype()
     device = floats[0].device if floats else torch.device("cpu")
-    sig = make_signature(neuron.core, neuron.num_inputs, neuron.num_states, 0)
+    sig = make_signature(neuron.core, neuron.num_inputs, neuron.num_states, len(params))
     reason = ""
     for shape in [step] if step else _steps([tuple(t.shape) for t in floats]):
-        metas = [Meta(shape, dtype)] * (neuron.num_inputs + neuron.num_states)
+        metas = [Meta(shape, dtype)] * (neuron.num_inputs + neuron.num_states) + [Meta(tuple(p.shape), p.dtype) for p in params]
         try:
             program = program_for(backend_of(device), core, seen, sig, metas, device, captured, None)[0]
             program.differentiate(core, captured, seen)
             return
         except CannotFuseError as error:
-            raise LeaveAlone(f"cannot be fused: {error.reason}{f', at {error.line}' if error.line else ''}") from error
+            raise _cannot_fuse(error) from error
         except FlexSNError as error:
             reason = reason or f"does not run on one step of shape {list(shape)}: {error.reason}"
     raise LeaveAlone(reason)
+
+
+def _cannot_fuse(error: CannotFuseError) -> LeaveAlone:
+    return LeaveAlone(f"cannot be fused: {error.reason}{f', at {error.line}' if error.line else ''}")
 
 
 def _steps(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
