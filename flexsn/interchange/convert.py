@@ -36,17 +36,21 @@ class Report:
     Attributes:
         model: the converted model: the one that was given, or its replacement if it was a neuron itself.
         replaced, left: neurons converted, and neurons left alone, with the reason.
+        no_gain: those of `replaced` that are called one step at a time, where a kernel saves nothing, and what would change that.
     """
 
     model: nn.Module
     replaced: list[Entry] = field(default_factory=list)
     left: list[Entry] = field(default_factory=list)
+    no_gain: list[Entry] = field(default_factory=list)
 
     def __str__(self) -> str:
         parts = [f"converted {len(self.replaced)} of {len(self.replaced) + len(self.left)} neurons"]
         parts += [str(entry) for entry in self.replaced]
         if self.left:
             parts += ["left alone", *map(str, self.left)]
+        if self.no_gain:
+            parts += ["nothing gained", *map(str, self.no_gain)]
         return "\n".join(parts)
 
 
@@ -75,6 +79,7 @@ def convert(model: nn.Module, *, backend: str = "auto", step_mode: str | None = 
     peers = _peers()
     search = _Search(peers, backend, Report(model))
     search.look(model, "", step_mode)
+    search.say_no_gain()
     if not (search.report.replaced or search.report.left):
         raise TypeError(f"{type(model).__name__} holds no neuron of {', '.join(_PEERS)}")
     for holder, name, child in search.places:
@@ -103,6 +108,8 @@ class _Search:
     Attributes:
         made: by the `id` of a neuron: the neuron and its replacement. One that is used in several places is converted once.
         places: every module with the one that holds it and its name there.
+        stepped: neurons that are replaced and called step by step: place, old kind, what calls them so, and what would change that.
+        waits: neurons that stay, and take single steps from the model.
     """
 
     def __init__(self, peers: list[Any], backend: str, report: Report):
@@ -110,21 +117,24 @@ class _Search:
         self.made: dict[int, tuple[nn.Module, FlexSN]] = {}
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
         self.seen: set[int] = set()
+        self.stepped: list[tuple[str, str, str, str]] = []
+        self.waits: list[str] = []
 
-    def look(self, module: nn.Module, place: str, step_mode: str | None) -> None:
+    def look(self, module: nn.Module, place: str, step_mode: str | None, caller: str = "") -> None:
+        """`caller`: the container that calls it at every step, if one does."""
         if id(module) in self.seen or isinstance(module, FlexSN):
             return
         self.seen.add(id(module))
         peer = next((p for p in self.peers if p.is_neuron(module)), None)
-        if peer is not None and self.swap(module, place or "(the model)", peer, step_mode):
+        if peer is not None and self.swap(module, place or "(the model)", peer, step_mode, caller):
             return
         if any(p.loops(module) for p in self.peers):  # what it holds is called step by step, whatever it takes itself
-            step_mode = None
+            step_mode, caller = None, f"`{place or '(the model)'}` ({type(module).__name__})"
         for name, child in [(n, c) for n, c in module._modules.items() if c is not None]:  # named_children() drops repeats
             self.places.append((module, name, child))
-            self.look(child, f"{place}.{name}" if place else name, step_mode)
+            self.look(child, f"{place}.{name}" if place else name, step_mode, caller)
 
-    def swap(self, module: nn.Module, place: str, peer: Any, step_mode: str | None) -> bool:
+    def swap(self, module: nn.Module, place: str, peer: Any, step_mode: str | None, caller: str) -> bool:
         before = type(module).__name__
         try:
             check_plain(module)
@@ -135,10 +145,21 @@ class _Search:
                 raise _stays(entry, peer.takes(module), step_mode) from None
             if not isinstance(reason, NoNeuron):
                 self.report.left.append(entry)
+                self.waits += [f"`{place}` ({before})"] if peer.takes(module) == "s" and not caller else []
             return False
+        if made.step_mode == "s":
+            self.stepped.append((place, before, caller, peer.SEQUENCES))
         self.report.replaced.append(Entry(place, before, _summary(made)))
         self.made[id(module)] = module, made
         return True
+
+    def say_no_gain(self) -> None:
+        """One sentence per neuron whose kernel runs over one step."""
+        for place, before, caller, advice in self.stepped:
+            if not caller and self.waits:
+                advice = f"{self.waits[0]} stays as it is and takes single steps, so the model is called step by step"
+            why = f"{caller} calls it step by step" if caller else advice
+            self.report.no_gain.append(Entry(place, before, f"a kernel over one step saves nothing: {why}"))
 
 
 def _summary(neuron: FlexSN) -> str:

@@ -142,6 +142,9 @@ def replace(neuron: Any, backend: str, step_mode: str | None) -> Swapped:
     return made
 
 
+SEQUENCES = 'convert with step_mode="m", and call the model with sequences [T, *shape] in place of the loop over time'
+
+
 def takes(neuron: nn.Module) -> str:
     """A cell takes one step per call."""
     return "s" if isinstance(neuron, SNNCell | SNNRecurrentCell) else "m"

@@ -253,6 +253,9 @@ def _why_not(neuron: Any) -> str:
     return f"a subclass of {known}" if known else "not among those that flexsn converts"
 
 
+SEQUENCES = 'convert with step_mode="m", and call the model with sequences [T, *shape] in place of the loop over time'
+
+
 def takes(neuron: nn.Module) -> str:
     """One step per call."""
     return "s"

@@ -206,6 +206,9 @@ STEP, MULTI_STEP = "single_step_functional_forward", "multi_step_functional_forw
 EQUATIONS = ("neuronal_charge", "neuronal_fire", "neuronal_reset")  # of a SimpleBaseNode
 
 
+SEQUENCES = '`functional.set_step_mode(model, "m")`, and call the model with sequences [T, *shape] in place of the loop over time'
+
+
 def takes(node: Any) -> str:
     """By its step mode; some have one alone."""
     return getattr(node, "step_mode", None) or node.supported_step_mode()[0]
