@@ -571,7 +571,7 @@ def test_compiler_that_fails(monkeypatch, tmp_path):
     broken.write_text("#!/bin/sh\necho 'it does not like this' >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(errors.BuildError, match="exit 3") as caught:
+    with pytest.raises(errors.BackendUnavailableError, match="exit 3") as caught:
         flexsn.scan(lambda x, v: (x * 0.90625 + v, v), [X], [None], backend="cpp")
     assert "it does not like this" in str(caught.value)
     monkeypatch.delenv("CXX")

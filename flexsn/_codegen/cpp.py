@@ -117,7 +117,7 @@ _CPP = Language(
 
 # --- the frame around it --------------------------------------------------------------------------------------------------
 def _open(plan: KernelPlan) -> list[str]:
-    """Return the lines that open `run`: its signature, its arrays, and the parallel region with one thread's rows."""
+    """Return the lines that open `run`: its signature, its arrays, and what each thread does: its rows, and a loop over its tiles."""
     lines = ['extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {']
     for i, a in enumerate(plan.arguments):
         const = "const " if i < len(plan.reads) else ""
@@ -126,17 +126,15 @@ def _open(plan: KernelPlan) -> list[str]:
     lines += [f"  huge_pages({a.role}_seq, T * N * sizeof({STORAGE[a.storage]}));" for a in plan.writes if a.kind == "sequence"]
     lines += [
         "  int failed = 0;",
-        "#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)",
-        "  {",
+        "  parallel(threads, [=, &failed](int thread, int threads) {",
         f"    Scratch scratch(tile * {_scratch_bytes(plan)} + {64 * (2 * len(plan.arguments) + len(plan.carried) + 4)});",
-        "    failed |= !scratch.ok();",
+        "    if (!scratch.ok()) return fail(failed);",
     ]
     for name, ctype, count in _scratch_rows(plan):
         lines.append(f"    {ctype}* const {name} = scratch.rows<{ctype}>({count});")
     lines += [
-        "#pragma omp for schedule(static)",
-        "    for (int64_t begin = 0; begin < N; begin += tile) {",
-        "      if (failed) continue;",
+        "    const Share share(N, tile, thread, threads);",
+        "    for (int64_t begin = share.begin; begin < share.end; begin += tile) {",
         "      const int64_t size = N - begin < tile ? N - begin : tile, n = padded(size);",
         "      const bool full = n == size;  // else rows pass through padded buffers",
     ]
@@ -151,9 +149,9 @@ def _open(plan: KernelPlan) -> list[str]:
 
 
 def _close(plan: KernelPlan) -> list[str]:
-    """Store the last rows and end the parallel region."""
+    """Store the last rows and end what a thread does."""
     rows = [f"      last_row({a.role}_row, begin, size, {a.role}_last);" for a in plan.writes if a.kind == "row"]
-    return [*rows, "    }", "    if (large) fence();", "  }", "  return failed;", "}"]
+    return [*rows, "    }", "    if (large) fence();", "  });", "  return failed;", "}"]
 
 
 def _pointer(a: Array, read: bool) -> str:

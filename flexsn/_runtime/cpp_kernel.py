@@ -11,7 +11,6 @@ import _ctypes
 import copy
 import ctypes
 import functools
-import glob
 import hashlib
 import os
 import platform
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .._plan.plan import KernelPlan
-from ..errors import BuildError
+from ..errors import BackendUnavailableError, BuildError
 from . import cpp_compiler as launch_compiler
 from . import disk_cache as launch_cache
 from .cpp_compiler import compiler
@@ -37,13 +36,18 @@ __all__ = ["HEADERS", "Kernel", "check_device", "compiler", "load", "tile_length
 
 HEADERS = Path(__file__).parent / "cpp"
 _TORCH = Path(torch.__file__).parent
-# Exact: no contraction, wrapping integers. Vectorised: no pass may turn a select back into a branch (pre, sink, thread-jumps),
-# and no limit keep the vector functions of a long step from being inlined into its loop.
-_FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno",
-    "-fno-trapping-math", "-fwrapv", "-fno-tree-pre", "-fno-tree-sink", "-fno-thread-jumps", "-mprefer-vector-width=512", "-w",
+# Exact: no contraction, wrapping integers.
+_EXACT = (
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-w",
+)  # fmt: skip
+# Fast, where a compiler takes them. Vectorised: no pass may turn a select back into a branch (pre, sink, thread-jumps), and no limit
+# keep the vector functions of a long step from being inlined into its loop.
+_FAST = (
+    "-march=native", "-fopenmp-simd", "-fno-tree-pre", "-fno-tree-sink", "-fno-thread-jumps", "-mprefer-vector-width=512",
     "--param=large-function-growth=100000", "--param=inline-unit-growth=100000",
 )  # fmt: skip
+_FLAGS = _EXACT + _FAST
+_PROBE = '#include "tile.h"\nextern "C" int run(int threads) { flexsn::parallel(threads, [](int, int) {}); return 0; }\n'
 # Bytes of one core's cache that a tile may fill, and the most neurons. Measured on two cores (Zen 5): calls larger than
 # half the last-level cache stream their rows past it, best in rows of a few KiB.
 _TILE = {"forward": (256 * 1024, 4096), "streamed": (256 * 1024, 2048), "backward": (144 * 1024, 8192)}
@@ -197,8 +201,8 @@ def _make(plan: KernelPlan, source: str, key: str) -> Kernel:
     try:
         return _from_folder(plan, source, launch_cache.private_folder(reason) / f"{key}.so")
     except OSError as error:
-        raise BuildError(
-            f"{reason}; nor can a folder for temporary files: {error}",
+        raise BackendUnavailableError(
+            f'backend "cpp" has no place for its kernels: {reason}; nor can a folder for temporary files: {error}',
             hint="Set $FLEXSN_CACHE_DIR to a folder of your own, on a disk with space from which programs may run.",
         ) from error
 
@@ -242,11 +246,9 @@ def has_sleef() -> bool:
 
 
 def _libraries(source: str) -> list[str]:
-    """Return what a kernel is linked with."""
-    openmp = sorted(glob.glob(str(_TORCH / "lib" / "libgomp*"))) or ["-lgomp"]  # the one runtime that PyTorch uses too
-    libraries = openmp[:1]
-    if has_sleef():
-        libraries.append(str(_TORCH / "lib" / "libtorch_cpu.so"))
+    """Return what a kernel is linked with. PyTorch's own library leads to the OpenMP runtime that it uses, the one whose threads run here
+    too, and has the vector maths: it is needed, whatever the linker thinks."""
+    libraries = ["-Wl,--no-as-needed", str(_TORCH / "lib" / "libtorch_cpu.so")]
     if "#include <ATen" in source:
         libraries.append(str(_TORCH / "lib" / "libc10.so"))
     return libraries
@@ -254,18 +256,63 @@ def _libraries(source: str) -> list[str]:
 
 def _build(source: str, path: Path, symbol: str = "run") -> None:
     """Compile beside the target and move into place what can be loaded."""
-    flags = [*_FLAGS, f"-I{HEADERS}"]
-    if has_sleef():
-        flags.append("-DFLEXSN_SLEEF")
-    if "#include <ATen" in source:
-        flags.append(f"-I{_TORCH / 'include'}")
+    compiler = launch_compiler.identity()
     with launch_cache.workshop(path) as folder:
-        text, compiled, library = folder / "kernel.cpp", folder / "kernel.o", folder / "kernel.so"
-        text.write_text(source)
-        command = [launch_compiler.identity()[0], *flags, "-c", str(text), "-o", str(compiled)]
+        try:
+            library = _library(source, folder, symbol, _taken.get((compiler, _FLAGS), _FLAGS))
+        except BuildError:  # of this kernel, of a flag, or of every program
+            if (compiler, _FLAGS) in _taken or (taken := _flags_taken(folder)) == _FLAGS:
+                raise
+            _taken[compiler, _FLAGS] = taken
+            library = _library(source, folder, symbol, taken)
+        launch_cache.publish(library, folder / "kernel.cpp", path)
+
+
+def _library(source: str, folder: Path, symbol: str, flags: Sequence[str]) -> Path:
+    """Compile into a folder; returns the library, which can be loaded."""
+    text, compiled, library = folder / "kernel.cpp", folder / "kernel.o", folder / "kernel.so"
+    text.write_text(source)
+    command, more = launch_compiler.identity()[0], [f"-I{HEADERS}"]
+    if has_sleef():
+        more.append("-DFLEXSN_SLEEF")
+    if "#include <ATen" in source:
+        more.append(f"-I{_TORCH / 'include'}")
+    launch_compiler.run([command, *flags, *more, "-c", str(text), "-o", str(compiled)], folder)
+    launch_compiler.run([command, "-shared", str(compiled), "-o", str(library), *_libraries(source), "-lm"], folder)
+    if not library.is_file():
+        raise BuildError(f"the compiler {command} says that it succeeded, and made no library", hint="Set $CXX to another one.")
+    _entry_point(library, None, symbol)
+    return library
+
+
+# By compiler and flags: those flags that it takes, where it does not take all. A kernel's key need not name them: they follow from both.
+_taken: dict[tuple, tuple[str, ...]] = {}
+
+
+def _flags_taken(folder: Path) -> tuple[str, ...]:
+    """Return those of `_FLAGS` that the compiler takes.
+
+    Raises:
+        BackendUnavailableError: it builds no program at all.
+    """
+    command = launch_compiler.identity()[0]
+    try:
+        _library(_PROBE, folder, "run", _EXACT)
+    except BuildError as error:
+        raise BackendUnavailableError(
+            f'backend "cpp" needs a C++ compiler, and {command} cannot build the smallest program: {error.reason}',
+            hint="Set $CXX to one that can (Debian: `apt install g++`), or $FLEXSN_BUILD_TIMEOUT to more seconds if it is slow, or use "
+            'backend="torch", the eager loop.',
+        ) from error
+    text, compiled = folder / "kernel.cpp", folder / "kernel.o"
+    text.write_text("")
+    return tuple(f for f in _FLAGS if f not in _FAST or _takes([command, "-Werror", f, "-c", str(text), "-o", str(compiled)], folder))
+
+
+def _takes(command: Sequence[str], folder: Path) -> bool:
+    """Whether the compiler knows a flag, also without a warning: that is how clang says that it passes over one of GCC's."""
+    try:
         launch_compiler.run(command, folder)
-        launch_compiler.run([command[0], "-shared", str(compiled), "-o", str(library), *_libraries(source), "-lm"], folder)
-        if not library.is_file():
-            raise BuildError(f"the compiler {command[0]} says that it succeeded, and made no library", hint="Set $CXX to another one.")
-        _entry_point(library, None, symbol)
-        launch_cache.publish(library, text, path)
+    except BuildError:
+        return False
+    return True

@@ -63,10 +63,9 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
   float* const gp1_last = static_cast<float*>(arrays[10]);
   huge_pages(gx0_seq, T * N * sizeof(float));
   int failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
-  {
+  parallel(threads, [=, &failed](int thread, int threads) {
     Scratch scratch(tile * 96 + 1856);
-    failed |= !scratch.ok();
+    if (!scratch.ok()) return fail(failed);
     float* const x0_buffer = scratch.rows<float>(tile);
     float* const gy0_buffer = scratch.rows<float>(tile);
     float* const gx0_buffer = scratch.rows<float>(tile);
@@ -76,9 +75,8 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
     float* const gp0_row = scratch.rows<float>(tile);
     float* const gp1_row = scratch.rows<float>(tile);
     float* const v0_row = scratch.rows<float>(K * tile);
-#pragma omp for schedule(static)
-    for (int64_t begin = 0; begin < N; begin += tile) {
-      if (failed) continue;
+    const Share share(N, tile, thread, threads);
+    for (int64_t begin = share.begin; begin < share.end; begin += tile) {
       const int64_t size = N - begin < tile ? N - begin : tile, n = padded(size);
       const bool full = n == size;  // else rows pass through padded buffers
       spread(p0_seq, dims[0], dims[1], begin, size, p0_row);
@@ -116,6 +114,6 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
       last_row(gp1_row, begin, size, gp1_last);
     }
     if (large) fence();
-  }
+  });
   return failed;
 }

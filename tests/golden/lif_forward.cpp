@@ -31,18 +31,16 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
   float* const y0_seq = static_cast<float*>(arrays[6]);
   huge_pages(y0_seq, T * N * sizeof(float));
   int failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
-  {
+  parallel(threads, [=, &failed](int thread, int threads) {
     Scratch scratch(tile * 20 + 1216);
-    failed |= !scratch.ok();
+    if (!scratch.ok()) return fail(failed);
     float* const x0_buffer = scratch.rows<float>(tile);
     float* const y0_buffer = scratch.rows<float>(tile);
     float* const p0_row = scratch.rows<float>(tile);
     float* const p1_row = scratch.rows<float>(tile);
     float* const v0_row = scratch.rows<float>(tile);
-#pragma omp for schedule(static)
-    for (int64_t begin = 0; begin < N; begin += tile) {
-      if (failed) continue;
+    const Share share(N, tile, thread, threads);
+    for (int64_t begin = share.begin; begin < share.end; begin += tile) {
       const int64_t size = N - begin < tile ? N - begin : tile, n = padded(size);
       const bool full = n == size;  // else rows pass through padded buffers
       spread(p0_seq, dims[0], dims[1], begin, size, p0_row);
@@ -62,6 +60,6 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
       last_row(v0_row, begin, size, v0_last);
     }
     if (large) fence();
-  }
+  });
   return failed;
 }

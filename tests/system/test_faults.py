@@ -20,7 +20,7 @@ import flexsn
 from flexsn._runtime import cpp_compiler as launch_compiler
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._runtime import disk_cache as launch_cache
-from flexsn.errors import BuildError
+from flexsn.errors import BackendUnavailableError, BuildError
 
 # one call of one kernel, and its right result; prints how many kernels were built
 USE = """
@@ -290,7 +290,7 @@ def test_a_compiler_that_finds_the_disk_full(nursery, tmp_path):
         case "$2" in {tmp_path}/cache/*) echo "c++: error writing to $2: No space left on device" >&2; exit 1;; esac
         exit 3""")  # fmt: skip
     code, said = nursery.run(USE, tmp_path / "cache", CXX=full)
-    assert code == 1 and ELSEWHERE in said and "BuildError: the compiler failed (exit 3)" in said  # elsewhere it fails for good
+    assert code == 1 and ELSEWHERE in said and "the compiler failed (exit 3)" in said  # elsewhere it fails for good
 
 
 def test_no_disk_at_all(nursery, tmp_path):
@@ -372,26 +372,26 @@ def cold(tmp_path, monkeypatch, counts):
 
 
 def test_a_compiler_that_fails(cold):
-    with pytest.raises(BuildError, match=r"the compiler failed \(exit 7\)(?s:.*)internal compiler error: nothing works") as caught:
+    with pytest.raises(BackendUnavailableError, match=r"failed \(exit 7\)(?s:.*)internal compiler error: nothing works") as caught:
         cold("echo 'internal compiler error: nothing works' >&2; exit 7")
-    assert "backend='torch'" in caught.value.hint
+    assert 'backend="torch"' in caught.value.hint
 
 
 def test_a_compiler_that_dies(cold):
-    with pytest.raises(BuildError, match=r"the compiler failed \(exit -9\)"):
+    with pytest.raises(BackendUnavailableError, match=r"the compiler failed \(exit -9\)"):
         cold("kill -9 $$")
 
 
 def test_a_compiler_that_hangs(cold):
     start = time.monotonic()
-    with pytest.raises(BuildError, match=r"had not finished after 0.5 s, and was killed(?s:.*)FLEXSN_BUILD_TIMEOUT"):
+    with pytest.raises(BackendUnavailableError, match=r"had not finished after 0.5 s, and was killed(?s:.*)FLEXSN_BUILD_TIMEOUT"):
         cold("sleep 90; exit 1", FLEXSN_BUILD_TIMEOUT="0.5")
     assert time.monotonic() - start < 20
     os.environ["FLEXSN_BUILD_TIMEOUT"] = "600"
 
 
 def test_a_compiler_that_hangs_is_killed_with_what_it_started(cold, tmp_path):
-    with pytest.raises(BuildError, match="had not finished"):
+    with pytest.raises(BackendUnavailableError, match="had not finished"):
         cold(f"sleep 1000 & echo $! > {tmp_path}/child; wait", FLEXSN_BUILD_TIMEOUT="1")
     child = int((tmp_path / "child").read_text())
     for _ in range(100):
@@ -406,14 +406,14 @@ def test_a_compiler_that_hangs_is_killed_with_what_it_started(cold, tmp_path):
 
 def test_a_compiler_that_leaves_something_running(cold):
     """Which holds its output open: nobody waits for that."""
-    with pytest.raises(BuildError, match="exit 4"):
+    with pytest.raises(BackendUnavailableError, match="exit 4"):
         cold("sleep 5 & exit 4")
 
 
 def test_a_compiler_that_prints_megabytes(cold):
     size = 24 << 20
     tracemalloc.start()
-    with pytest.raises(BuildError, match="the last words") as caught:
+    with pytest.raises(BackendUnavailableError, match="the last words") as caught:
         cold(f"head -c {size} /dev/zero | tr '\\0' 'x'; head -c {size} /dev/zero >&2; echo the last words; exit 1")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -421,18 +421,18 @@ def test_a_compiler_that_prints_megabytes(cold):
 
 
 def test_a_compiler_that_prints_without_end(cold):
-    with pytest.raises(BuildError, match="had not finished"):
+    with pytest.raises(BackendUnavailableError, match="had not finished"):
         cold("while :; do echo warning; done", FLEXSN_BUILD_TIMEOUT="0.5")
     os.environ["FLEXSN_BUILD_TIMEOUT"] = "600"
 
 
 def test_a_compiler_that_prints_what_is_no_text(cold):
-    with pytest.raises(BuildError, match="exit 1"):
+    with pytest.raises(BackendUnavailableError, match="exit 1"):
         cold(r"printf '\377\376\000'; exit 1")
 
 
 def test_a_compiler_that_says_it_succeeds_and_makes_nothing(cold):
-    with pytest.raises(BuildError, match="made no library"):
+    with pytest.raises(BackendUnavailableError, match="made no library"):
         cold("exit 0")
 
 
@@ -441,14 +441,14 @@ def test_a_compiler_that_makes_something_else(cold, made, monkeypatch):
     monkeypatch.setattr(launch_cache, "_private", None)
     with (
         pytest.warns(RuntimeWarning, match="cannot be used"),
-        pytest.raises(BuildError, match=r"invalid ELF|file too short|no kernel in it"),
+        pytest.raises(BackendUnavailableError, match=r"invalid ELF|file too short|no kernel in it"),
     ):
         cold(f'while [ "$1" != -o ]; do shift; done\n{made} > "$2"')
 
 
 def test_a_compiler_that_is_not_there(cold, monkeypatch, tmp_path):
     monkeypatch.setattr(launch_compiler, "identity", lambda: (str(tmp_path / "gone"), "1", "2"))
-    with pytest.raises(BuildError, match=r"cannot run the compiler(?s:.*)CXX"):
+    with pytest.raises(BackendUnavailableError, match=r"cannot run the compiler(?s:.*)CXX"):
         cold()
     monkeypatch.undo()
     monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path / "cache"))

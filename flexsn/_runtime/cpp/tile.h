@@ -7,7 +7,34 @@
 
 #include "flexsn.h"
 
+// Threads are those of the OpenMP runtime that PyTorch has loaded, asked for as compilers ask: so any compiler serves, and no second
+// runtime comes into the process.
+extern "C" {
+void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+}
+
 namespace flexsn {
+
+// Call `work(thread, threads)` on so many threads, or as many as there are. (One copy of the code is compiled for both cases.)
+template <class Work> __attribute__((noinline, noclone)) void on_thread(const Work& work, int thread, int threads) { work(thread, threads); }
+template <class Work> inline void parallel(int threads, Work&& work) {
+  if (threads <= 1) return on_thread(work, 0, 1);
+  GOMP_parallel([](void* p) { on_thread(*static_cast<const Work*>(p), omp_get_thread_num(), omp_get_num_threads()); }, &work, unsigned(threads), 0);
+}
+inline void fail(int& failed) { __atomic_store_n(&failed, 1, __ATOMIC_RELAXED); }  // also on several threads at once
+
+// One thread's neurons: consecutive tiles, of which each thread has as many as any other, or one more.
+struct Share {
+  int64_t begin, end;
+  Share(int64_t N, int64_t tile, int64_t thread, int64_t threads) {
+    const int64_t tiles = (N + tile - 1) / tile, each = tiles / threads, more = tiles % threads;
+    begin = (each * thread + (thread < more ? thread : more)) * tile;
+    const int64_t after = begin + (each + (thread < more)) * tile;
+    end = after < N ? after : N;
+  }
+};
 
 constexpr int64_t LANES = 64;  // rows of a tile are padded to this many neurons: vector loops have no tail
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -44,13 +71,17 @@ template <class T> inline const T* readable(const T* row, int64_t n, bool full, 
 
 // Write a finished row from its buffer; `streamed` past the caches, for arrays that are larger than these.
 template <class T> inline void flush(T* row, const T* buffer, int64_t n, bool streamed) {
-#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__AVX512F__) && defined(__GNUC__)
   if (streamed && reinterpret_cast<uintptr_t>(row) % 64 == 0) {
     typedef long long line __attribute__((vector_size(64)));
     const int64_t lines = n * int64_t(sizeof(T)) / 64;
     const line* const from = reinterpret_cast<const line*>(buffer);
     line* const to = reinterpret_cast<line*>(row);
+#if defined(__clang__)
+    for (int64_t i = 0; i < lines; ++i) __builtin_nontemporal_store(from[i], to + i);
+#else
     for (int64_t i = 0; i < lines; ++i) __builtin_ia32_movntdq512(to + i, from[i]);
+#endif
     const int64_t done = lines * 64 / int64_t(sizeof(T));
     std::memcpy(row + done, buffer + done, (n - done) * sizeof(T));
     return;
