@@ -170,7 +170,7 @@ class BackendError(FlexSNError, ValueError):
 
 
 class BackendUnavailableError(FlexSNError, RuntimeError):
-    """The backend exists but cannot run here (no compiler)."""
+    """The backend exists but cannot run here: no compiler, or no place from which kernels may run."""
 
 
 class BuildError(FlexSNError, RuntimeError):

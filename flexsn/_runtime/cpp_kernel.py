@@ -192,8 +192,23 @@ def _settle(build: Future[Kernel], plan: KernelPlan, source: str, key: str) -> K
 
 
 def _make(plan: KernelPlan, source: str, key: str) -> Kernel:
-    """Return a kernel from the disk cache or the compiler; where that disk fails, in a folder for this process alone."""
+    """Return a kernel from the disk cache or the compiler. What keeps every kernel from being built is not tried again in this process."""
     folder = launch_cache.folder()
+    place = launch_compiler.identity(), folder
+    if place in _unavailable and not launch_cache.trusted(folder / f"{key}.so"):
+        raise copy.copy(_unavailable[place])
+    try:
+        return _from_disk(plan, source, folder, key)
+    except BackendUnavailableError as error:
+        _unavailable[place] = copy.copy(error)
+        raise
+
+
+_unavailable: dict[tuple, BackendUnavailableError] = {}  # by compiler and cache
+
+
+def _from_disk(plan: KernelPlan, source: str, folder: Path, key: str) -> Kernel:
+    """Return a kernel from a folder; where that disk fails, or runs no programs, from one for this process alone."""
     try:
         return _from_folder(plan, source, folder / f"{key}.so")
     except OSError as error:

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import BuildError
+from ..errors import BackendUnavailableError
 
 _ABANDONED = 24 * 3600  # seconds after which a build's folder was left by a process that was killed
 _BUILD = re.compile(r"build-[a-z0-9_]{8}")
@@ -52,7 +52,7 @@ def private_folder(reason: str) -> Path:
     """Return a cache for this process alone, removed when it ends; a warning gives the reason.
 
     Raises:
-        BuildError: it cannot be made either.
+        BackendUnavailableError: it cannot be made either.
     """
     global _private
     if _private is not None and _private.is_dir():  # a child has its parent's
@@ -60,9 +60,9 @@ def private_folder(reason: str) -> Path:
     try:
         made = Path(tempfile.mkdtemp(prefix="flexsn-")).absolute()
     except OSError as error:
-        raise BuildError(
-            f"there is no place for kernels: {reason}; nor for temporary files: {error.strerror}",
-            hint="Set $FLEXSN_CACHE_DIR to a folder of your own, on a disk with space.",
+        raise BackendUnavailableError(
+            f'backend "cpp" has no place for its kernels: {reason}; nor for temporary files: {error.strerror}',
+            hint="Set $FLEXSN_CACHE_DIR to a folder of your own, on a disk with space from which programs may run.",
         ) from error
     _private = made
     atexit.register(_remove, os.getpid(), made)

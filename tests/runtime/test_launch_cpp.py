@@ -21,6 +21,7 @@ from flexsn._plan import plan
 from flexsn._runtime import cpp_compiler as launch_compiler
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._runtime import disk_cache as launch_cache
+from flexsn.errors import BackendUnavailableError, FallbackWarning
 
 ROOT = Path(flexsn.__file__).parent.parent
 
@@ -111,6 +112,32 @@ def test_folder_that_cannot_be_made(tmp_path, monkeypatch, counts):
     forget(monkeypatch)
     with pytest.warns(RuntimeWarning, match="cannot make"):
         run_tiny(load(), 0.5)
+
+
+def test_no_folder_from_which_kernels_may_run(folder, counts, monkeypatch):
+    """As without a compiler; and no call tries again what none can do."""
+
+    def refused(path, owner, symbol):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    def core(x, v):
+        return x * 0.6171875 + v, v
+
+    x = torch.ones(2, 3)
+    monkeypatch.setattr(launch_cache, "_private", None)
+    monkeypatch.setattr(launch_cpp, "_entry_point", refused)
+    with (
+        pytest.warns(RuntimeWarning, match="failed to map segment"),
+        pytest.raises(BackendUnavailableError, match="failed to map") as caught,
+    ):
+        flexsn.scan(core, [x], [None], backend="cpp")
+    assert "$FLEXSN_CACHE_DIR" in caught.value.hint and "from which programs may run" in caught.value.hint
+    with pytest.raises(BackendUnavailableError):
+        flexsn.scan(core, [x], [None], strict=True)
+    with pytest.warns(FallbackWarning, match="no place for its kernels") as seen:
+        got = [flexsn.scan(core, [x], [None]).outputs[0] for _ in range(3)]
+    assert len(seen) == 1 and all(torch.equal(y, x * 0.6171875) for y in got)
+    assert counts.builds == 2 and not list(folder.iterdir())  # in the cache, and in the temporary folder
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o722])

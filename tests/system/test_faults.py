@@ -254,6 +254,25 @@ def test_a_full_disk(nursery, small_disk):
     assert entries(small_disk) == []
 
 
+@pytest.fixture
+def disk_without_programs(tmp_path):
+    """A disk from which nothing may run: a mount of its own, where that is allowed."""
+    place = tmp_path / "disk"
+    place.mkdir(mode=0o700)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec,size=16m,mode=700", "tmpfs", str(place)], capture_output=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("mount is not allowed here; test_launch_cpp.py injects the error")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_runs_no_programs(nursery, disk_without_programs):
+    code, said = nursery.run(USE, disk_without_programs / "cache")
+    assert code == 0 and ELSEWHERE in said and "failed to map segment" in said and said.endswith("built 1\n")
+    code, said = nursery.run(f"import tempfile\ntempfile.tempdir = '{disk_without_programs}'\n" + USE, disk_without_programs / "cache")
+    assert code == 1 and "BackendUnavailableError" in said and "failed to map segment" in said and "$FLEXSN_CACHE_DIR" in said
+
+
 NO_SPACE = (
     """
 import errno, os
@@ -296,7 +315,7 @@ def test_a_compiler_that_finds_the_disk_full(nursery, tmp_path):
 def test_no_disk_at_all(nursery, tmp_path):
     (tmp_path / "file").write_text("in the way")
     code, said = nursery.run("import tempfile\ntempfile.tempdir = '/nowhere'\n" + USE, tmp_path / "file")
-    assert code == 1 and "BuildError: there is no place for kernels" in said and "$FLEXSN_CACHE_DIR" in said
+    assert code == 1 and 'BackendUnavailableError: backend "cpp" has no place for its kernels' in said and "$FLEXSN_CACHE_DIR" in said
 
 
 READ_ONLY = "import os\nos.setgid(65534); os.setuid(65534)\n" + USE
