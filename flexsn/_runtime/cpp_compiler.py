@@ -11,6 +11,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 from ..errors import BackendUnavailableError, BuildError
 
 _KEPT = 4096  # bytes of what a compiler says
+_PATIENCE = 3.0  # seconds after which the user is told what takes so long
 _REPORT = "Run `flexsn.scan(..., backend='torch')` meanwhile, and report the core: generated source should always build."
 
 
@@ -68,8 +70,11 @@ def time_limit() -> float:
     return seconds
 
 
-def run(command: Sequence[str], folder: Path) -> None:
+def run(command: Sequence[str], folder: Path, told: str = "") -> None:
     """Run a compiler that writes into `folder`, its temporary files too.
+
+    Args:
+        told: what is said on stderr, once per process, if this takes longer than 3 s. `$FLEXSN_QUIET=1` keeps it from that.
 
     Raises:
         BuildError: it cannot be run, fails, or takes too long; it is killed then, with all that it started.
@@ -87,7 +92,7 @@ def run(command: Sequence[str], folder: Path) -> None:
     _running.add(process.pid)
     with process:
         try:
-            said = _listen(process, time.monotonic() + limit)
+            said = _listen(process, time.monotonic() + limit, told)
             finished = said is not None
         finally:
             _running.discard(process.pid)
@@ -123,16 +128,28 @@ def _kill_running() -> None:
 os.register_at_fork(after_in_child=_running.clear)
 
 
-def _listen(process: subprocess.Popen, deadline: float) -> str | None:
-    """Return the end of what a process says until it ends, or None if the deadline comes first."""
+_told: set[str] = set()
+
+
+def _tell(line: str) -> None:
+    if line not in _told and os.environ.get("FLEXSN_QUIET") != "1" and sys.stderr is not None:
+        _told.add(line)
+        print(f"flexsn: {line}", file=sys.stderr, flush=True)
+
+
+def _listen(process: subprocess.Popen, deadline: float, told: str) -> str | None:
+    """Return the end of what a process says until it ends, or None if the deadline comes first; tell the user why it takes long."""
     assert process.stdout is not None
     file = process.stdout.fileno()
-    poll, kept, ended = select.poll(), b"", False
+    poll, kept, ended, patience = select.poll(), b"", False, time.monotonic() + _PATIENCE
     poll.register(file, select.POLLIN)
     while not ended:
         left = deadline - time.monotonic()
         if left <= 0:
             return None
+        if told and time.monotonic() >= patience:
+            _tell(told)
+            told = ""
         if poll.poll(1000 * min(left, 0.5)):
             block = os.read(file, 1 << 16)
             kept, ended = (kept + block)[-_KEPT:], not block

@@ -272,19 +272,21 @@ def _libraries(source: str) -> list[str]:
 def _build(source: str, path: Path, symbol: str = "run") -> None:
     """Compile beside the target and move into place what can be loaded."""
     compiler = launch_compiler.identity()
+    core = source.partition(":")[0].removeprefix("// ")  # as the title of a kernel says
+    told = f"building the kernels of `{core}` with {Path(compiler[0]).name} (kept in {path.parent} for the next time)"
     with launch_cache.workshop(path) as folder:
         try:
-            library = _library(source, folder, symbol, _taken.get((compiler, _FLAGS), _FLAGS))
+            library = _library(source, folder, symbol, _taken.get((compiler, _FLAGS), _FLAGS), told)
         except BuildError:  # of this kernel, of a flag, or of every program
             if (compiler, _FLAGS) in _taken or (taken := _flags_taken(folder)) == _FLAGS:
                 raise
             _taken[compiler, _FLAGS] = taken
-            library = _library(source, folder, symbol, taken)
+            library = _library(source, folder, symbol, taken, told)
         launch_cache.publish(library, folder / "kernel.cpp", path)
 
 
-def _library(source: str, folder: Path, symbol: str, flags: Sequence[str]) -> Path:
-    """Compile into a folder; returns the library, which can be loaded."""
+def _library(source: str, folder: Path, symbol: str, flags: Sequence[str], told: str = "") -> Path:
+    """Compile into a folder; returns the library, which can be loaded. `told`: what the user hears if it takes long."""
     text, compiled, library = folder / "kernel.cpp", folder / "kernel.o", folder / "kernel.so"
     text.write_text(source)
     command, more = launch_compiler.identity()[0], [f"-I{HEADERS}"]
@@ -292,7 +294,7 @@ def _library(source: str, folder: Path, symbol: str, flags: Sequence[str]) -> Pa
         more.append("-DFLEXSN_SLEEF")
     if "#include <ATen" in source:
         more.append(f"-I{_TORCH / 'include'}")
-    launch_compiler.run([command, *flags, *more, "-c", str(text), "-o", str(compiled)], folder)
+    launch_compiler.run([command, *flags, *more, "-c", str(text), "-o", str(compiled)], folder, told)
     launch_compiler.run([command, "-shared", str(compiled), "-o", str(library), *_libraries(source), "-lm"], folder)
     if not library.is_file():
         raise BuildError(f"the compiler {command} says that it succeeded, and made no library", hint="Set $CXX to another one.")

@@ -9,6 +9,7 @@ from test_launch_cpp import child
 
 import flexsn
 from flexsn._program import cache as caching
+from flexsn._runtime import cpp_compiler as launch_compiler
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn.errors import BackendUnavailableError, BuildError, FallbackWarning
 
@@ -126,6 +127,32 @@ def test_flags_are_tried_once(compiler, tmp_path):
         flexsn.scan(lambda x, v: (x * scale + v, v), [torch.ones(2, 3)], [None], backend="cpp")
         runs.append((tmp_path / "runs").read_text().count("run") - before)
     assert runs == [1 + 2 + len(launch_cpp._FAST) + 2, 2]  # as given, the smallest program, each flag, then compiler and linker
+
+
+# --- compilers that take long -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("quiet", ["", "1"])
+def test_a_build_that_takes_long_says_what_it_does_once(tmp_path, monkeypatch, capsys, quiet):
+    flexsn.scan(lambda x: x + 0.5, [torch.ones(2, 3)], backend="cpp")
+    monkeypatch.setenv("CXX", script(tmp_path / "slow++", 'sleep 0.4\nexec g++ "$@"'))
+    monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLEXSN_QUIET", quiet)
+    monkeypatch.setattr(launch_compiler, "_told", set())
+    monkeypatch.setattr(launch_compiler, "_PATIENCE", 0.1)
+    forget(monkeypatch)
+
+    def patient(x, v):
+        return x * 0.6484375 + v, v
+
+    for dtype in (torch.float32, torch.float64):  # two kernels, one line
+        flexsn.scan(patient, [torch.ones(2, 3, dtype=dtype)], [None], backend="cpp")
+    line = f"flexsn: building the kernels of `patient` with slow++ (kept in {tmp_path}/cache/cpp for the next time)\n"
+    assert capsys.readouterr().err == ("" if quiet else line)
+
+
+def test_a_build_that_is_quick_says_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch_compiler, "_PATIENCE", 60.0)
+    launch_cpp._build('extern "C" int run() { return 0; }\n', tmp_path / "entry.so")
+    assert capsys.readouterr().err == ""
 
 
 # --- compilers that build nothing ---------------------------------------------------------------------------------------------------
