@@ -29,7 +29,7 @@ def _find(wanted: str | None, path: str | None) -> tuple[str, int, int] | None:
         found = shutil.which(name, path=path)
         if found:
             info = os.stat(found)
-            return os.path.realpath(found), info.st_size, info.st_mtime_ns
+            return os.path.abspath(found), info.st_size, info.st_mtime_ns  # not its real path: what links lead to may go by their names
     return None
 
 

@@ -1,5 +1,6 @@
 """Compilers other than a whole g++: bits, threads and flags with clang++, and with a g++ that knows no OpenMP or not every flag."""
 
+import os
 import shutil
 
 import pytest
@@ -127,6 +128,19 @@ def test_flags_are_tried_once(compiler, tmp_path):
         flexsn.scan(lambda x, v: (x * scale + v, v), [torch.ones(2, 3)], [None], backend="cpp")
         runs.append((tmp_path / "runs").read_text().count("run") - before)
     assert runs == [1 + 2 + len(launch_cpp._FAST) + 2, 2]  # as given, the smallest program, each flag, then compiler and linker
+
+
+def test_a_compiler_is_run_by_the_name_by_which_it_was_found(tmp_path, monkeypatch):
+    """clang++ is a link to clang, which links no C++ library; ccache's g++ is a link to ccache."""
+    script(tmp_path / "driver", 'case "$0" in */g++) exec /usr/bin/env PATH="$OTHER" g++ "$@";; *) exit 1;; esac')
+    (tmp_path / "g++").symlink_to("driver")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("OTHER", os.environ["PATH"])
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert launch_cpp.compiler()[0] == str(tmp_path / "g++")
+    (tmp_path / "cache").mkdir()
+    launch_cpp._build('extern "C" int run() { return 0; }\n', tmp_path / "cache" / "entry.so")
+    assert (tmp_path / "cache" / "entry.so").exists()
 
 
 # --- compilers that take long -----------------------------------------------------------------------------------------------------
