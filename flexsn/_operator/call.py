@@ -146,8 +146,11 @@ class Call:
 
     def forward_launch(self, save: bool) -> Any:
         """The kernel of the forward at these sizes; `save`: one that also writes checkpoints for a backward."""
+        trains = save and self.program.device.type in self.program.backend.devices
+        if trains and not self.program.backend.lazy:
+            self._expect_backward()  # its compiler runs beside that of the forward
         launch = self._launch("forward", (self._input_dtypes(), save, self.sequences), (), self.program.prologue)
-        if save and self.program.backend.lazy and self.program.device.type in self.program.backend.devices:
+        if trains and self.program.backend.lazy:
             self._expect_backward()
         return launch
 
@@ -229,13 +232,21 @@ class Call:
             return tensor.to(dtype).resolve_neg().contiguous()
         return torch.empty_strided(shape, layout, dtype=dtype, device=tensor.device).copy_(tensor)
 
+    def _usual_cotangents(self) -> list[bool]:
+        """Of every output, and of nothing else."""
+        return [k < self.program.num_outputs and not (self.constant and self.constant[k]) for k in range(len(self.results))]
+
     def usual_backward(self) -> Backward:
-        """The backward for cotangents of every output and of nothing else."""
-        there = [k < self.program.num_outputs and not (self.constant and self.constant[k]) for k in range(len(self.results))]
-        return self.backward_for((False, *self.needs), [Tensor if flag else type(None) for flag in there])
+        """The backward for the usual cotangents."""
+        return self.backward_for((False, *self.needs), [Tensor if flag else type(None) for flag in self._usual_cotangents()])
 
     def _expect_backward(self) -> None:
         """Start to build the backward."""
+        if not self.program.backend.lazy:
+            *_, flags = self._gradients(self.needs, self._usual_cotangents())
+            if flags is not None:
+                self.program.expect(self.T, "backward", *flags)
+            return
         launch = self.usual_backward().launch
         if launch is not None and launch.numel:
             launch.kernel.expect(launch.numel, self.program.device.index)
@@ -257,7 +268,9 @@ class Call:
         by_name = dict(zip(self.statics, needs[self.num_operands :], strict=True))
         return tuple([by_name[name] for name in (*self.program.sig.param_names, *self.program.vjp.captured)])
 
-    def _backward(self, needs: Sequence[bool], present: Sequence[bool]) -> Backward:
+    def _gradients(self, needs: Sequence[bool], present: Sequence[bool]) -> tuple[list, tuple, tuple, tuple, tuple | None]:
+        """Which gradients a backward gives: roles of inputs and states, None for those that it does not; which statics have one; which
+        cotangents there are; sums over time; flags of its kernel, None if there is none."""
         vjp = self.program.vjp
         wanted = [r.grad if need and r.grad in vjp.graph.outputs else None for r, need in zip(self.roles, needs, strict=False)]
         statics = self.needed_statics(needs)
@@ -265,9 +278,14 @@ class Call:
         _, sums = vjp.epilogue(statics, given)
         written = (*[role for role in wanted if role is not None], *sums)
         cotangents = tuple(sorted([r for r in given if r.kind is not Kind.STATE_GRAD]))
-        if not given or not written:  # no operand that needs a gradient has one
+        return wanted, statics, given, sums, (self._input_dtypes(), written, cotangents) if given and written else None
+
+    def _backward(self, needs: Sequence[bool], present: Sequence[bool]) -> Backward:
+        vjp = self.program.vjp
+        wanted, statics, given, sums, flags = self._gradients(needs, present)
+        if flags is None:  # no operand that needs a gradient has one
             return Backward(None, None, (), None, ())
-        launch = self._launch("backward", (self._input_dtypes(), written, cotangents), (*self.saved, *given), vjp.prologue)
+        launch = self._launch("backward", flags, (*self.saved, *given), vjp.prologue)
         if not launch.writes:
             return Backward(None, None, (), None, ())
         broadcast = []

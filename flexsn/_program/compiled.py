@@ -41,6 +41,7 @@ class Program:
         self.states = roles(Kind.STATE, self.sig.num_states)
         self._plans: dict[tuple, plan.Plan] = {}
         self._kernels: dict[tuple, Kernel] = {}
+        self._expected: dict[tuple, str] = {}  # sources of those that are being built
         self.graph, self.params = blueprint.forward.graph, blueprint.forward.statics.params
         self.prologue = cut(blueprint.forward.statics, self.params)
         sig = self.sig
@@ -125,12 +126,23 @@ class Program:
 
     def kernel(self, T: int, direction: str, *flags: Any) -> Kernel:
         """Return the loaded kernel for T steps of `plan_of(direction, *flags)`, whose steps are elementwise: it has one kernel."""
+        key, made = self._planned(T, direction, *flags)
+        if key not in self._kernels:
+            source = self._expected.pop(key, None) or self.backend.render(made)
+            self._kernels[key] = self.backend.load(made, source) if made.writes else NoKernel(made)
+        return self._kernels[key]
+
+    def expect(self, T: int, direction: str, *flags: Any) -> None:
+        """Start to build a kernel that `kernel` is asked for soon, where the backend can."""
+        key, made = self._planned(T, direction, *flags)
+        if self.backend.start is not None and made.writes and key not in self._kernels and key not in self._expected:
+            self._expected[key] = self.backend.render(made)
+            self.backend.start(made, self._expected[key])
+
+    def _planned(self, T: int, direction: str, *flags: Any) -> tuple[tuple, plan.KernelPlan]:
         (made,) = self.plan_of(direction, *flags).kernels
         made = self.for_steps(T, made)
-        key = (made.chunk, direction, *flags)
-        if key not in self._kernels:
-            self._kernels[key] = self.backend.load(made, self.backend.render(made)) if made.writes else NoKernel(made)
-        return self._kernels[key]
+        return (made.chunk, direction, *flags), made
 
 
 class Vjp:

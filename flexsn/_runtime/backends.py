@@ -69,6 +69,7 @@ class Backend:
         chunk_for: steps of a chunk in calls of T steps, of that and T.
         refuses: why it cannot run on a device, or None.
         lazy: kernels are built for the sizes of a call; their `expect` starts that early.
+        start: plan and source of a kernel that `load` is asked for soon; it is built meanwhile. None where `expect` serves.
     """
 
     devices: frozenset[str]
@@ -78,11 +79,13 @@ class Backend:
     chunk_for: Callable[[int, int], int]
     refuses: Callable[[torch.device], str | None]
     lazy: bool = False
+    start: Callable[[plan.KernelPlan, str], None] | None = None
 
 
 BACKENDS = {
     "cpp": Backend(
-        frozenset({"cpu"}), render_cpp.render, cpp_kernel.load, plan.chunk_in_cache, lambda chunk, T: chunk, cpp_kernel.check_device
+        frozenset({"cpu"}), render_cpp.render, cpp_kernel.load, plan.chunk_in_cache, lambda chunk, T: chunk, cpp_kernel.check_device,
+        start=cpp_kernel.start,
     ),
     "triton": Backend(
         frozenset({"cuda"}), render_triton.render, triton_kernel.load, plan.chunk_in_registers, plan.chunk_for,

@@ -12,11 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..errors import BackendUnavailableError, BuildError
+from ..errors import BackendUnavailableError, BuildError, FlexSNError
 
 _KEPT = 4096  # bytes of what a compiler says
 _PATIENCE = 3.0  # seconds after which the user is told what takes so long
@@ -77,7 +78,7 @@ def run(command: Sequence[str], folder: Path, told: str = "") -> None:
         told: what is said on stderr, once per process, if this takes longer than 3 s. `$FLEXSN_QUIET=1` keeps it from that.
 
     Raises:
-        BuildError: it cannot be run, fails, or takes too long; it is killed then, with all that it started.
+        BuildError: it cannot be run, fails, or takes too long, or the program ends; it is killed then, with all that it started.
         OSError: the disk of `folder` is full.
     """
     limit = time_limit()
@@ -92,6 +93,8 @@ def run(command: Sequence[str], folder: Path, told: str = "") -> None:
     _running.add(process.pid)
     with process:
         try:
+            if _ending:
+                raise BuildError("the program ends")
             said = _listen(process, time.monotonic() + limit, told)
             finished = said is not None
         finally:
@@ -111,6 +114,8 @@ def run(command: Sequence[str], folder: Path, told: str = "") -> None:
 
 
 _running: set[int] = set()  # also on threads that do not keep the program from ending
+_threads: set[threading.Thread] = set()
+_ending = False
 
 
 def _kill(process: int) -> None:
@@ -119,13 +124,38 @@ def _kill(process: int) -> None:
         os.killpg(process, signal.SIGKILL)
 
 
+def in_background(work: Callable[[], object]) -> None:
+    """Call `work`, which runs compilers, on a thread that ends with the program. Errors are left to whoever needs its result."""
+
+    def go() -> None:
+        try:
+            work()
+        except (FlexSNError, OSError):
+            pass  # the call that needs the result tries again, and raises
+        finally:
+            _threads.discard(thread)
+
+    thread = threading.Thread(target=go, name="flexsn-build", daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
 @atexit.register
 def _kill_running() -> None:
+    global _ending
+    _ending = True  # a thread that is about to start a compiler sees it
     for process in list(_running):
         _kill(process)
+    for thread in list(_threads):  # which remove their folders
+        thread.join(10)
 
 
-os.register_at_fork(after_in_child=_running.clear)
+def _after_fork() -> None:
+    _running.clear()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 _told: set[str] = set()

@@ -175,6 +175,19 @@ def load(plan: KernelPlan, source: str) -> Kernel:
         # that thread was interrupted: this one tries
 
 
+def start(plan: KernelPlan, source: str) -> None:
+    """Start to build a kernel that is not on disk, on a thread; `load` waits for it.
+
+    Raises:
+        BackendUnavailableError: there is no C++ compiler.
+    """
+    key = _key(source)
+    with _lock:
+        known = key in _kernels or key in _builds
+    if not known and not (launch_cache.folder() / f"{key}.so").exists():
+        launch_compiler.in_background(functools.partial(load, plan, source))
+
+
 def _settle(build: Future[Kernel], plan: KernelPlan, source: str, key: str) -> Kernel:
     """Make a kernel, for this thread and those that wait."""
     try:

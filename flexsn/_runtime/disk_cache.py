@@ -17,6 +17,7 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from ..errors import BackendUnavailableError
 _ABANDONED = 24 * 3600  # seconds after which a build's folder was left by a process that was killed
 _BUILD = re.compile(r"build-[a-z0-9_]{8}")
 _private: Path | None = None
+_lock = threading.Lock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as the standard library does
 
 
 def folder() -> Path:
@@ -55,16 +58,17 @@ def private_folder(reason: str) -> Path:
         BackendUnavailableError: it cannot be made either.
     """
     global _private
-    if _private is not None and _private.is_dir():  # a child has its parent's
-        return _private
-    try:
-        made = Path(tempfile.mkdtemp(prefix="flexsn-")).absolute()
-    except OSError as error:
-        raise BackendUnavailableError(
-            f'backend "cpp" has no place for its kernels: {reason}; nor for temporary files: {error.strerror}',
-            hint="Set $FLEXSN_CACHE_DIR to a folder of your own, on a disk with space from which programs may run.",
-        ) from error
-    _private = made
+    with _lock:
+        if _private is not None and _private.is_dir():  # a child has its parent's
+            return _private
+        try:
+            made = Path(tempfile.mkdtemp(prefix="flexsn-")).absolute()
+        except OSError as error:
+            raise BackendUnavailableError(
+                f'backend "cpp" has no place for its kernels: {reason}; nor for temporary files: {error.strerror}',
+                hint="Set $FLEXSN_CACHE_DIR to a folder of your own, on a disk with space from which programs may run.",
+            ) from error
+        _private = made
     atexit.register(_remove, os.getpid(), made)
     warnings.warn(f"flexsn: {reason}; kernels are built anew in every process", RuntimeWarning, stacklevel=2)
     return made
@@ -148,8 +152,11 @@ def workshop(path: Path) -> Iterator[Path]:
     with contextlib.suppress(OSError):
         for old in abandoned(path.parent, _ABANDONED):
             shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent, ignore_cleanup_errors=True) as made:
+    made = tempfile.mkdtemp(prefix="build-", dir=path.parent)  # no TemporaryDirectory, which a forked child that ends removes too
+    try:
         yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def publish(library: Path, source: Path, path: Path) -> None:
