@@ -35,18 +35,19 @@ from .scan import ScanResult, scan
 
 if TYPE_CHECKING:
     from . import lowlevel
+    from ._cli.build import build
     from ._operator.dtensor import neuron_parallel
     from ._report import explain
 
 __all__ = [
     "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "Delay", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
     "Izhikevich", "LeakyIntegrator", "ParametricLIF", "PerStep", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult",
-    "Synaptic", "TwoCompartmentLIF", "__version__", "convert", "decompose", "detach_states", "errors", "explain", "from_nir",
+    "Synaptic", "TwoCompartmentLIF", "__version__", "build", "convert", "decompose", "detach_states", "errors", "explain", "from_nir",
     "lowlevel", "monitor", "neuron_parallel", "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
 ]  # fmt: skip
 
 
-_LATE = {"explain": "._report", "neuron_parallel": "._operator.dtensor"}
+_LATE = {"build": "._cli.build", "explain": "._report", "neuron_parallel": "._operator.dtensor"}
 
 
 def __getattr__(name: str) -> object:

@@ -175,6 +175,7 @@ def test_public_names():
         "PerStep",
         "ScanResult",
         "__version__",
+        "build",
         "convert",
         "decompose",
         "detach_states",

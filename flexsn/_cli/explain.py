@@ -21,7 +21,7 @@ from ..module import FlexSN
 from .outcome import BAD, GOOD, Outcome, UsageError
 from .target import load_target
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in DTYPES}
+DTYPE_NAMES = {str(d).removeprefix("torch."): d for d in DTYPES}
 
 
 def add_explain(commands: Any) -> list[argparse.ArgumentParser]:
@@ -43,7 +43,7 @@ def add_operands(parser: argparse.ArgumentParser) -> None:
         "--shape", type=shape, action="append", metavar="T,N...", help="of the input sequences: steps, then the shape of a step; once "
         "for all inputs, or once for each; by default 100,1024",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the inputs (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="float32", help="of the inputs (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="where they are, such as cuda (default: %(default)s)")
 
 
@@ -65,7 +65,7 @@ def number_of_states(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    with _told(args.target):
+    with as_one_line(args.target):
         target = load_target(args.target)
         inputs = example_inputs(args, count_inputs(target, args.states))
         if isinstance(target, torch.nn.Module):
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def as_one_line(name: str) -> Iterator[None]:
     """Whatever the user's code raises while it is imported and run, `SystemExit` included, as one line."""
     try:
         yield
@@ -126,7 +126,7 @@ def example_inputs(args: argparse.Namespace, count: int | None) -> list[Tensor]:
     shapes = args.shape or [(100, 1024)]
     if count is not None and len(shapes) == 1:
         shapes = shapes * count
-    dtype, device = _DTYPES[args.dtype], device_of(args)
+    dtype, device = DTYPE_NAMES[args.dtype], device_of(args)
     generator = torch.Generator().manual_seed(0)
     drawn = [2 * torch.rand(s, generator=generator) for s in shapes]
     return [x.to(device, dtype) for x in drawn]

@@ -12,6 +12,7 @@ from typing import NoReturn
 from .._version import __version__
 from ..errors import FlexSNError
 from .bench import add_bench
+from .build import add_build
 from .cache import add_cache
 from .completion import add_completion
 from .doctor import add_doctor
@@ -34,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser("flexsn", description=_ABOUT, epilog=_CODES)
     parser.add_argument("--version", action="version", version=f"flexsn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_explain, add_bench, add_doctor, add_cache):
+    for add in (add_explain, add_bench, add_build, add_doctor, add_cache):
         for command in add(commands):
             command.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_completion(commands, make_parser)

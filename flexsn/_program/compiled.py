@@ -24,6 +24,7 @@ from .._captured.side_effects import no_side_effects
 from .._ir.roles import Kind, Role, of_kind, roles
 from .._plan import plan
 from .._runtime.backends import BACKENDS, Kernel, NoKernel
+from .._runtime.cpp_kernel import Later
 from .._torch.tensors import is_symbolic
 from ..errors import CannotFuseError
 from .captured import Blueprint, draw
@@ -129,7 +130,10 @@ class Program:
         key, made = self._planned(T, direction, *flags)
         if key not in self._kernels:
             source = self._expected.pop(key, None) or self.backend.render(made)
-            self._kernels[key] = self.backend.load(made, source) if made.writes else NoKernel(made)
+            kernel = self.backend.load(made, source) if made.writes else NoKernel(made)
+            if isinstance(kernel, Later):
+                return kernel
+            self._kernels[key] = kernel
         return self._kernels[key]
 
     def expect(self, T: int, direction: str, *flags: Any) -> None:

@@ -8,6 +8,7 @@ built once however many threads ask for it, and unloaded when no program uses it
 from __future__ import annotations
 
 import _ctypes
+import contextlib
 import copy
 import ctypes
 import functools
@@ -17,8 +18,9 @@ import platform
 import struct
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -150,7 +152,7 @@ def check_device(device: torch.device) -> str | None:
     return None if device.type == "cpu" else f'backend "cpp" runs on the CPU, and the operands are on {device}'
 
 
-def load(plan: KernelPlan, source: str) -> Kernel:
+def load(plan: KernelPlan, source: str) -> Kernel | Later:
     """Return the kernel of a rendered plan, from this process, the disk cache or the compiler, in that order.
 
     Raises:
@@ -158,6 +160,9 @@ def load(plan: KernelPlan, source: str) -> Kernel:
         BuildError: the compiler failed, or no disk takes what it makes.
     """
     key = _key(source)
+    if (wanted := getattr(_here, "wanted", None)) is not None and not launch_cache.trusted(launch_cache.folder() / f"{key}.so"):
+        wanted[key] = plan, source
+        return Later(plan, source)
     while True:
         with _lock:
             kernel, build = _kernels.get(key), _builds.get(key)
@@ -184,8 +189,41 @@ def start(plan: KernelPlan, source: str) -> None:
     key = _key(source)
     with _lock:
         known = key in _kernels or key in _builds
-    if not known and not (launch_cache.folder() / f"{key}.so").exists():
+    if not known and not hasattr(_here, "wanted") and not (launch_cache.folder() / f"{key}.so").exists():
         launch_compiler.in_background(functools.partial(load, plan, source))
+
+
+@dataclass(frozen=True)
+class Later:
+    """A kernel that `collected` has put off: it fills what it writes with zeros."""
+
+    plan: KernelPlan
+    source: str
+
+    def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
+        writes = sum(present[len(self.plan.reads) :])
+        bind = functools.cache(lambda: load(self.plan, self.source).bind(present, T, N))
+
+        def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
+            if not hasattr(_here, "wanted"):  # what keeps it has outlived the collection
+                return bind()(arrays, dims)
+            for array in arrays[len(arrays) - writes :]:
+                array.zero_()
+
+        return run
+
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[dict[str, tuple[KernelPlan, str]]]:
+    """Build nothing on this thread while inside; gives the plans and sources of the kernels that calls would have built."""
+    _here.wanted = found = dict[str, tuple[KernelPlan, str]]()
+    try:
+        yield found
+    finally:
+        del _here.wanted
 
 
 def _settle(build: Future[Kernel], plan: KernelPlan, source: str, key: str) -> Kernel:

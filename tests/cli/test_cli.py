@@ -330,7 +330,7 @@ def leaves():
 
 
 def test_json_everywhere():
-    assert leaves().keys() == {"explain", "bench", "doctor", "info", "clear", "completion"}
+    assert leaves().keys() == {"explain", "bench", "build", "doctor", "info", "clear", "completion"}
     for name, parser in leaves().items():
         assert any("--json" in action.option_strings for action in parser._actions), name
 
@@ -349,7 +349,7 @@ def test_completion_scripts_have_every_word(run, shell):
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (("",), {"explain", "bench", "doctor", "cache", "completion", "--version", "--help", "-h"}),
+        (("",), {"explain", "bench", "build", "doctor", "cache", "completion", "--version", "--help", "-h"}),
         (("ca",), {"cache"}),
         (("cache", "cl"), {"clear"}),
         (("cache", "clear", "--d"), {"--dry-run"}),
