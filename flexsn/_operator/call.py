@@ -182,8 +182,7 @@ class Call:
         return [*found, *tensors[n:]]
 
     def dense(self, tensors: Tensors) -> Tensors:
-        """Return operands with those of the step shape in dense memory, by ops that autograd records: what a backward that is itself
-        differentiated finds saved then leads to them."""
+        """Return operands with those of the step shape in dense memory, by ops that autograd records: what is saved leads to them."""
         if self.in_place:
             return tensors
         order, step, found = self.order_of(tensors), self.shapes.step, list(tensors)
