@@ -32,7 +32,7 @@ from ._torch.autograd import current_backward
 from ._torch.transforms import is_wrapped, transforms_active
 from ._torch_compile.core_scan import compile_core
 from ._torch_compile.dynamo import exporting, refuse_carried
-from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, StaleStateError
+from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, ShapeMismatchError, StaleStateError
 
 
 class FlexSN(CoreOwner):
@@ -121,6 +121,7 @@ class FlexSN(CoreOwner):
         self._left: weakref.ref[Tensor] | None = None  # the first of the states that it left
         self._within: Within | None = None
         self._watchers = 0  # monitors that are on
+        self._asked: tuple[int, bool] | None = None  # how many of them ask for the states of every step, and whether it kept them before
         self.recapture()
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -163,6 +164,11 @@ class FlexSN(CoreOwner):
         found: list[Tensor | None] = []
         for value in values:
             if isinstance(value, Tensor):
+                if self.step_mode == "m" and value.dim() and any([value.shape == x.shape for x in inputs]):
+                    raise ShapeMismatchError(
+                        f"initial_states gives a tensor of shape {list(value.shape)}, that of the sequence; a step is {list(shape)}",
+                        core=core_name(self.core), hint="Leave out the dim of time: `torch.full_like(x[0], 0.5)`.",
+                    )  # fmt: skip
                 found.append(value)
             else:
                 found.append(inputs[0].new_full(shape, value, dtype=dtype) if value else None)
@@ -332,7 +338,10 @@ class FlexSN(CoreOwner):
         return self._copy(state, memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_within": None, "_left": None, "_watchers": 0}
+        state = super().__getstate__() | {"_within": None, "_left": None, "_watchers": 0, "_asked": None}
+        if self._asked is not None:  # a monitor has it store the states of every step
+            state["store_state_seqs"], state["state_seqs"] = self._asked[1], self.state_seqs if self._asked[1] else None
+        return state
 
     def extra_repr(self) -> str:
         numbers = f"{core_name(self.core)}, num_inputs={self.num_inputs}, num_states={self.num_states}"

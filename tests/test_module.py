@@ -377,6 +377,45 @@ def test_deepcopy_is_independent(make, counts):
     assert counts.programs == 1
 
 
+class LearnedStart(nn.Module):
+    """Starts from a learned state, which a function beside the core reads."""
+
+    def __init__(self, bound=False):
+        super().__init__()
+        self.v0 = nn.Parameter(torch.full((6,), -3.0))
+        self.neuron = flexsn.LIF(initial_states=self.start if bound else lambda x: [self.v0], stateful=False)
+
+    def start(self, x):
+        return [self.v0]
+
+    def forward(self, x):
+        return self.neuron(x)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_copy_starts_from_its_own_states(bound):
+    net, x = LearnedStart(bound), 3.0 * torch.rand(9, 2, 6)
+    twin = copy.deepcopy(net)
+    with torch.no_grad():
+        twin.v0.zero_()
+    assert not torch.equal(twin(x), net(x)) and torch.equal(twin(x), flexsn.LIF()(x))
+    twin(x).sum().backward()
+    assert twin.v0.grad is not None and net.v0.grad is None
+    average = torch.optim.swa_utils.AveragedModel(net)
+    with torch.no_grad():
+        net.v0.zero_()
+    assert not torch.equal(average(x), net(x))
+
+
+@pytest.mark.parametrize("make", [lambda x: torch.full_like(x, 0.5), lambda x: x])
+def test_an_initial_state_of_the_whole_sequence_is_refused(make):
+    x = torch.rand(9, 2, 6)
+    with pytest.raises(flexsn.errors.ShapeMismatchError, match=r"\[9, 2, 6\], that of the sequence; a step is \[2, 6\]"):
+        flexsn.LIF(initial_states=lambda x: [make(x)])(x)
+    y = flexsn.LIF(initial_states=lambda x: [make(x)[0]])(x)
+    assert y.shape == x.shape
+
+
 def test_deepcopy_with_states_in_a_graph():
     net, x = module_neuron(), torch.randn(5, 4)
     net(x)

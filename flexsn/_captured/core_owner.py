@@ -118,14 +118,14 @@ class CoreOwner(nn.Module):
         return self._copy(self.__getstate__(), memo)
 
     def _copy(self, state: dict[str, Any], memo: dict) -> Any:
-        """Return a copy with copies of these attributes. The cells of the core's function are copied like `self` of a bound method."""
+        """Return a copy with copies of these attributes. The cells of functions are copied like `self` of a bound method."""
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
-        core = state.pop("core", None)  # after the tensors, of which its cells get the copies
+        functions = {key: state.pop(key) for key, value in list(state.items()) if callable(value) and not isinstance(value, type)}
         for key, value in state.items():
             new.__dict__[key] = copy.deepcopy(value, memo)
-        if core is not None:
-            new.__dict__["core"] = copied(core, memo)
+        for key, function in functions.items():  # after the tensors, of which their cells get the copies
+            new.__dict__[key] = copied(function, memo)
         return new
 
     def __getstate__(self) -> dict[str, Any]:

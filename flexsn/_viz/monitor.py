@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +61,7 @@ class Monitor:
         mode = _common_mode(self._model)
         for name, module in self._modules.items():
             record = self.layers[name]
-            self._handles.append(module.register_forward_hook(partial(_after_call, record, mode)))
+            self._handles.append(module.register_forward_hook(_Hook(_after_call, record, mode)))
             if isinstance(module, FlexSN):
                 module._watchers += 1
                 self._watched.append(module)
@@ -204,21 +203,18 @@ def _check_states_found(modules: dict[str, nn.Module], records: dict[str, LayerR
         raise MonitorError(f"no monitored layer has a state {named}", hint=hint)
 
 
-_asking: WeakKeyDictionary[FlexSN, tuple[int, bool]] = WeakKeyDictionary()  # how many monitors ask, and whether it stored before
-
-
 def _ask(neuron: FlexSN) -> None:
     """Have it store the states of every step, for one monitor more."""
-    count, before = _asking.get(neuron, (0, neuron.store_state_seqs))
-    _asking[neuron] = count + 1, before
+    count, before = neuron._asked or (0, neuron.store_state_seqs)
+    neuron._asked = count + 1, before
     neuron.store_state_seqs = True
 
 
 def _release(neuron: FlexSN) -> None:
     """For one monitor less; after the last it is as before the first."""
-    count, before = _asking.pop(neuron)
+    count, before = neuron._asked or (1, neuron.store_state_seqs)
+    neuron._asked = (count - 1, before) if count > 1 else None
     if count > 1:
-        _asking[neuron] = count - 1, before
         return
     neuron.store_state_seqs = before
     if not before:
@@ -265,9 +261,24 @@ def _after_call(record: LayerRecord, common: str, module: nn.Module, inputs: Any
     record.see(first, _states_after_call(record, module), 1 if (_mode(module) or common) == "s" else 2)
 
 
+class _Hook(partial):
+    """A monitor's forward hook. In copies and files it is one that does nothing: what runs there is none of the monitor's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Any:
+    return _unwatched
+
+
+def _unwatched(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Stands in a copy for the hook of a monitor."""
+
+
 def watches(hook: Any) -> bool:
-    """Whether a forward hook is a monitor's."""
-    return isinstance(hook, partial) and hook.func is _after_call
+    """Whether a forward hook is a monitor's, or stands in a copy for one."""
+    return isinstance(hook, _Hook) or hook is _unwatched
 
 
 def _states_after_call(record: LayerRecord, module: nn.Module) -> dict[str, Tensor]:

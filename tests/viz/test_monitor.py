@@ -95,6 +95,38 @@ def test_nothing_is_left_behind_after_an_exception():
     assert seen["1"].calls == 1 and seen["1"].rate > 0, "what was seen until then is there"
 
 
+@pytest.mark.parametrize("how", ["copy", "file"])
+@pytest.mark.parametrize("store", [False, True])
+def test_copies_and_files_made_inside_are_as_without(store, how, tmp_path):
+    """Hooks, records and state sequences that a monitor asked for are the monitor's; layers that are no neurons are watched too."""
+    net = network(store_state_seqs=store)
+    net(X)
+    with flexsn.monitor(net, ["0", "1", "3"], spikes=True) as seen, flexsn.monitor(net, states=["v"]):
+        net(X)
+        if how == "copy":
+            made = copy.deepcopy(net)
+        else:
+            torch.save(net, tmp_path / "net.pt")
+            made = torch.load(tmp_path / "net.pt", weights_only=False)
+        calls = seen["1"].calls
+        flexsn.reset_net(made)
+        y = made(X)
+        assert seen["1"].calls == calls  # it does not count the copy's
+        for neuron in (made[1], made[3]):
+            assert neuron.store_state_seqs is store and (neuron.state_seqs is not None) is store
+    for neuron in (net[1], net[3]):
+        assert neuron.store_state_seqs is store
+    flexsn.reset_net(net)
+    assert torch.equal(net(X), y)
+    flexsn.reset_net(made)
+    exported = torch.export.export(made, (X,)).module()
+    assert torch.equal(exported(X), y)
+    with flexsn.monitor(made) as again:
+        flexsn.reset_net(made)
+        made(X)
+    assert again["1"].calls == 1
+
+
 def test_monitors_may_be_nested():
     net = network()
     before = traces(net)
