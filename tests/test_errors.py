@@ -520,6 +520,15 @@ def test_fallback_of_a_module_warns_at_the_users_line():
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("core", [lambda x, v: (v + (x - v) / 2, v), lambda x, v: ((1 - x) * v, v), lambda x, v: (-x * v, v)])
+def test_bools_are_not_subtracted(core, backend):
+    """PyTorch's rule, on both paths; the error says what to write."""
+    with pytest.raises(RuntimeError, match="bool tensor is not supported") as caught:
+        flexsn.scan(core, [X > 0.5], [torch.zeros_like(X[0])], backend=backend)
+    assert "x.to(v.dtype)" in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
 def test_auto_does_not_hide_mistakes():
     def nothing(x, v):
         v = v + x

@@ -25,7 +25,7 @@ from .decompositions import decomposition
 from .graph_writer import getitem
 from .linearity import LINEAR, PRODUCTS, addends, is_linear, leaves, most_moving
 from .restrictions import Refusing, op_name
-from .signature import DTYPES, Signature, dtype_hint
+from .signature import BOOL_HINT, DTYPES, Signature, dtype_hint
 
 aten = torch.ops.aten
 
@@ -114,6 +114,12 @@ class Recorder(Refusing, TorchDispatchMode):
 
     def record(self, func, args, kwargs, nodes: list[fx.Node]):
         name = func._schema.name
+        negates = name in ("aten::sub", "aten::rsub", "aten::neg") and self.user_op is None and not self.in_backward
+        if negates and any(isinstance(a, Tensor) and a.dtype is torch.bool for a in args):
+            raise CoreError(  # as PyTorch does, but for fake tensors
+                f"`{op_name(func)}`: the `-` operator with a bool tensor is not supported", core=self.sig.core, line=self.line(),
+                hint=BOOL_HINT,
+            )  # fmt: skip
         kinds = {n.meta["kind"] for n in nodes}
         if value_of := _UNIFORM.get(name) or _FILLED.get(name):
             val = self.evaluate(func, args, kwargs)

@@ -37,6 +37,9 @@ DTYPES = (
 )  # fmt: skip
 
 
+BOOL_HINT = "Spikes as numbers: write `x.to(v.dtype)` for `x`."
+
+
 @dataclass(frozen=True)
 class Signature:
     """`core(*inputs, *states, *params) -> (*outputs, *new_states)`, in numbers and names."""

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from .._capture.signature import BOOL_HINT
 from .._capture.source_lines import INTERNAL
 from ..errors import FallbackWarning
 
@@ -36,6 +37,8 @@ def noting(what: str, why: Exception | None) -> Iterator[None]:
     except Exception as error:  # of the core's; raised again as it is
         if why is not None:
             error.add_note(f"flexsn ran {what}: {why}")
+        if "bool tensor is not supported" in str(error):  # PyTorch's words
+            error.add_note(BOOL_HINT)
         raise
 
 

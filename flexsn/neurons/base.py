@@ -91,6 +91,10 @@ class Neuron(FlexSN):
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         if self.per_channel is not None:
             self._check_channels(inputs)
+        for x in inputs:
+            if isinstance(x, Tensor) and x.dtype is torch.bool:  # spikes, of which a neuron computes
+                inputs = tuple([t.to(self.start_dtype(*inputs)) if isinstance(t, Tensor) and t.dtype is torch.bool else t for t in inputs])
+                break
         return super().forward(*inputs, **named)
 
     def _check_channels(self, inputs: Sequence[Any]) -> None:

@@ -28,6 +28,19 @@ def test_arguments_are_those_of_the_core():
     assert neuron.state_names == ("v",) and "tau=3.0, v_threshold=1.0, v_reset=None" in repr(neuron)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("name", [n for n in neurons.__all__ if isinstance(getattr(neurons, n), type) and n != "Neuron"])
+def test_bools_are_spikes(name, backend):
+    """Of neurons with several inputs each may be."""
+    neuron = getattr(neurons, name)(backend=backend, stateful=False)
+    spikes = [torch.rand(6, 3) < 0.5 for _ in range(neuron.num_inputs)]
+    want = neuron(*[x.float() for x in spikes])
+    assert torch.equal(neuron(*spikes), want) and want.dtype == torch.float32
+    assert torch.equal(neuron.to(torch.float64)(*spikes), neuron(*[x.float() for x in spikes]))
+    if neuron.num_inputs > 1:
+        assert torch.equal(neuron(spikes[0], *[x.double() for x in spikes[1:]]), neuron(*[x.double() for x in spikes]))
+
+
 def test_what_is_shown_of_a_neuron():
     """Its values, however they came to it."""
     for neuron in (flexsn.LIF(), pickle.loads(pickle.dumps(flexsn.LIF())), flexsn.LIF(v_leak=0, r=1)):
