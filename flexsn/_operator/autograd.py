@@ -33,7 +33,7 @@ from .._torch.transforms import is_plain, over_batch, transforms_active, transfo
 from ..errors import DoubleBackwardError, FreedGraphError, ShapeMismatchError
 from . import call as run
 from . import dtensor as sharding
-from .library import LIBRARY, TAGS, TracedCall, like_row, text_of
+from .library import LIBRARY, TAGS, TracedCall, exports_to_onnx, like_row, text_of
 from .no_gradient import WithoutGradient, refuse_forward_mode
 from .prepare import prepare_dual
 
@@ -351,7 +351,7 @@ def call_of(program: str, inputs: Sequence[Tensor], states: Tensors, statics: Se
         )  # fmt: skip
     names = (*made.sig.param_names, *made.blueprint.captured(vjp=True))[: len(statics)]  # a program with its VJP may run without it
     plain = not transforms_or_modes_active() and all(t is None or is_plain(t) for t in tensors)
-    differentiable = records_gradients() and any(t is not None and t.requires_grad for t in tensors)
+    differentiable = records_gradients() and not exports_to_onnx() and any(t is not None and t.requires_grad for t in tensors)
     return (run.Call if plain else TracedCall)(made, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
 
 

@@ -8,6 +8,7 @@ compiler sees and fuses.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -284,6 +285,15 @@ def carry(state: Tensor) -> Tensor:
     return torch.ops.flexsn.carry(state)
 
 
+IN_ONNX: list[Any] = []  # what runs the operators in an export to ONNX, which has none of them: `_torch_compile/export.py` puts it there
+
+
+def exports_to_onnx() -> bool:
+    """Whether `torch.onnx.export` runs."""
+    onnx = sys.modules.get("torch.onnx")
+    return onnx is not None and onnx.is_in_onnx_export()
+
+
 # --- a call that is traced ----------------------------------------------------------------------------------------------------------
 class TracedCall(Call):
     """A call whose tensors are traced, fake, or wrapped by a transform: its launches are operators."""
@@ -318,7 +328,7 @@ class OperatorLaunch:
 
     def run(self, given: Sequence[Tensor | None]) -> list[Tensor]:
         """As `Launch.run`; `given`: operands, statics, then in a backward checkpoints and cotangents, then params."""
-        call, ops = self.call, torch.ops.flexsn
+        call, ops = self.call, IN_ONNX[-1] if exports_to_onnx() and IN_ONNX else torch.ops.flexsn
         i, n = call.num_inputs, call.num_operands
         inputs, states, rest = list(given[:i]), list(given[i:n]), list(given[len(call.kinds) :])
         others, values = rest[: len(self.others)], rest[len(self.others) :]

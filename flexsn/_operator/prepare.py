@@ -28,7 +28,7 @@ from .._torch.tensors import has_pointer, overrides_operators
 from .._torch.transforms import has_tangent, is_plain, transforms_active, transforms_or_modes_active
 from ..errors import DoubleBackwardError, OperandTypeError, UnsupportedOpError, UnsupportedValueError
 from . import call as run
-from .library import TracedCall
+from .library import TracedCall, exports_to_onnx
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -50,7 +50,8 @@ def prepare(
     metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
     metas += [Meta(tuple(p.shape), p.dtype) for p in params]
     hidden = hidden or forward_mode  # what is differentiated is not seen from here
-    differentiable = (records_gradients() or forward_mode) and any(_may_need_grad(t, hidden) for t in tensors)
+    records = (records_gradients() or forward_mode) and not exports_to_onnx()
+    differentiable = records and any(_may_need_grad(t, hidden) for t in tensors)
 
     def operands(program: Program, trains: bool) -> tuple[tuple[str, ...], tuple[Tensor | None, ...]]:
         read = program.blueprint.captured(vjp=trains)

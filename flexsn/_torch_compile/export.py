@@ -18,6 +18,7 @@ from .._ir.graph import Graph, Node
 from .._ir.ops import OPS
 from .._ir.roles import Kind, Role, roles
 from .._operator.eager_loop import over_time
+from .._operator.library import IN_ONNX
 from .._program.cache import program_from
 from .._torch.tensors import is_symbolic, memory_of
 from .._torch.tracing import torch_scan_node
@@ -90,6 +91,19 @@ def _forward(loop: Callable, text: str, inputs: Tensors, states, params: Tensors
     results |= {v: final.to(made.storage[v]) for v, final in zip(after, finals, strict=True)}
     plan = made.forward_plan([x.dtype for x in inputs], False, sequences)
     return [results[a.role] for a in plan.writes]
+
+
+class _InOnnx:
+    """The operators in an export to ONNX: PyTorch's scan, which ONNX has."""
+
+    forward = staticmethod(functools.partial(_forward, lambda *args: _scan(*args)))
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise DecomposeError("is exported to ONNX with a gradient", hint="Export the model for inference.")
+
+
+IN_ONNX.append(_InOnnx)
 
 
 # --- loops ----------------------------------------------------------------------------------------------------------------

@@ -565,6 +565,24 @@ def test_onnx_has_the_spikes_of_eager(tmp_path):
         torch.testing.assert_close(y, want[1])
 
 
+@pytest.mark.parametrize("shapes", [None, DYNAMIC], ids=["static", "dynamic"])
+def test_onnx_of_a_network_as_it_is(tmp_path, shapes):
+    """Also one that would train: what is exported is inference."""
+    import onnxruntime
+
+    net = Network().eval()
+    assert any(p.requires_grad for p in net.parameters())
+    torch.onnx.export(net, (sequence(),), dynamo=True, verbose=False, dynamic_shapes=shapes).save(tmp_path / "net.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    for size in SIZES if shapes else SIZES[:1]:
+        x = sequence(*size)
+        spikes, y = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        want = eager(net, x)
+        assert torch.equal(torch.from_numpy(spikes), want[0])
+        torch.testing.assert_close(torch.from_numpy(y), want[1])
+    assert torch.equal(net(x)[0], want[0])  # the network is as it was
+
+
 def test_onnx_of_an_unrolled_program(tmp_path):
     net, x = Network(), sequence()
     run = onnx_session(flexsn.decompose(export(net, (x,)), loop="unroll"), tmp_path)
