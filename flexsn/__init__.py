@@ -9,7 +9,7 @@ from ._version import __version__
 from ._viz import plot
 from ._viz.monitor import monitor
 from .interchange import Delay, PerStep, convert, from_nir, to_nir
-from .module import FlexSN, detach_states, reset_net
+from .module import FlexSN
 from .neurons import (
     ALIF,
     IF,
@@ -31,6 +31,7 @@ from .neurons import (
     Synaptic,
     TwoCompartmentLIF,
 )
+from .neurons.network import detach_states, get_states, reset_net, set_states
 from .scan import ScanResult, scan
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ __all__ = [
     "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "Delay", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
     "Izhikevich", "LeakyIntegrator", "ParametricLIF", "PerStep", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult",
     "Synaptic", "TwoCompartmentLIF", "__version__", "build", "convert", "decompose", "detach_states", "errors", "explain", "from_nir",
-    "lowlevel", "monitor", "neuron_parallel", "neurons", "plot", "reset_net", "scan", "surrogate", "to_nir",
+    "get_states", "lowlevel", "monitor", "neuron_parallel", "neurons", "plot", "reset_net", "scan", "set_states", "surrogate", "to_nir",
 ]  # fmt: skip
 
 
@@ -60,4 +61,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

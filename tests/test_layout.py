@@ -179,6 +179,8 @@ def test_public_names():
         "convert",
         "decompose",
         "detach_states",
+        "get_states",
+        "set_states",
         "errors",
         "explain",
         "from_nir",
@@ -193,4 +195,5 @@ def test_public_names():
         "to_nir",
     }
     assert all(hasattr(flexsn, name) for name in flexsn.__all__)
+    assert dir(flexsn) == sorted(flexsn.__all__)
     assert (PACKAGE / "py.typed").exists()

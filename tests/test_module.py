@@ -377,6 +377,31 @@ def test_deepcopy_is_independent(make, counts):
     assert counts.programs == 1
 
 
+def test_states_beside_a_checkpoint():
+    """A stream goes on in another process from what `get_states` gave."""
+    net, x = nn.Sequential(flexsn.ALIF(), nn.Linear(4, 4), flexsn.LIF(), flexsn.LIF(stateful=False)), 3.0 * torch.rand(9, 2, 4)
+    net(x[:5])
+    file = io.BytesIO()
+    torch.save({"model": net.state_dict(), "states": flexsn.get_states(net)}, file)
+    assert sorted(flexsn.get_states(net)) == ["0", "2"] and not flexsn.get_states(net)["0"][0].requires_grad
+    want = net(x[5:])
+    other = nn.Sequential(flexsn.ALIF(), nn.Linear(4, 4), flexsn.LIF(), flexsn.LIF(stateful=False))
+    other(x)
+    file.seek(0)
+    saved = torch.load(file)
+    other.load_state_dict(saved["model"])
+    flexsn.set_states(other, saved["states"])
+    assert torch.equal(other(x[5:]), want)
+    flexsn.set_states(other, {})
+    assert other[0].states is None
+    with pytest.raises(errors.ArgumentError, match=r"no neuron \['1'\]"):
+        flexsn.set_states(other, {"1": []})
+    with pytest.raises(errors.OperandCountError, match="carries 1 states"):
+        flexsn.set_states(other, {"0": [torch.zeros(2, 4)]})
+    with pytest.raises(errors.ArgumentError, match="a module"):
+        flexsn.get_states([net])
+
+
 class LearnedStart(nn.Module):
     """Starts from a learned state, which a function beside the core reads."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .._runtime import cpp_compiler, disk_cache
 from .._runtime.cpp_kernel import collected, load
 from ..errors import OperandTypeError
-from ..module import reset_net
+from ..neurons.network import reset_net
 from .explain import DTYPE_NAMES, as_one_line, device_of, example_inputs, shape
 from .outcome import Outcome
 from .target import load_target

@@ -112,7 +112,10 @@ class Neuron(FlexSN):
         """Every argument of the core by name: what was given, and the defaults of the rest."""
         cls = type(self)
         if unknown := kwargs.keys() - cls.defaults.keys():
-            raise ArgumentError(f"{cls.__name__} has no argument {sorted(unknown)}; it takes {', '.join(cls.defaults)}")
+            hints = [_ELSEWHERE[name] for name in sorted(unknown) if name in _ELSEWHERE]
+            raise ArgumentError(
+                f"{cls.__name__} has no argument {sorted(unknown)}; it takes {', '.join(cls.defaults)}", hint=" ".join(hints) or None
+            )
         if len(args) > len(cls.defaults):
             raise ArgumentError(f"{cls.__name__} takes {len(cls.defaults)} arguments but was given {len(args)}")
         first = dict(zip(cls.defaults, args, strict=False))
@@ -214,6 +217,20 @@ def _set(neuron: Neuron, value: Any, name: str) -> None:
     _check(type(neuron), name, value)
     core: Any = neuron.core
     neuron.core = functools.partial(core.func, **(core.keywords | {name: value}))
+
+
+_ELSEWHERE = {  # what other libraries call arguments
+    "beta": "A decay `beta` per step is `tau = 1 / (1 - beta)` here, which also divides inputs: `r=tau` undoes that.",
+    "decay": "A decay per step is `tau = 1 / (1 - decay)` here, which also divides inputs: `r=tau` undoes that.",
+    "tau_mem": "It is called `tau` here, in steps.",
+    "threshold": "It is called `v_threshold` here.",
+    "v_th": "It is called `v_threshold` here.",
+    "reset_mechanism": '`v_reset=None` subtracts the threshold, a number sets the membrane to it, "never" does neither.',
+    "spike_grad": "It is called `surrogate` here, a function such as `flexsn.surrogate.atan`.",
+    "surrogate_function": "It is called `surrogate` here, a function such as `flexsn.surrogate.atan`.",
+    "learn_beta": "Write `learn_tau=True`.",
+    "init_hidden": "A neuron carries its states by itself; `stateful=False` has it start anew at every call.",
+}
 
 
 # --- what arguments may be -------------------------------------------------------------------------------------------------

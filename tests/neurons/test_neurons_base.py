@@ -41,6 +41,24 @@ def test_bools_are_spikes(name, backend):
         assert torch.equal(neuron(spikes[0], *[x.double() for x in spikes[1:]]), neuron(*[x.double() for x in spikes]))
 
 
+@pytest.mark.parametrize(("given", "here"), [("beta", "tau"), ("threshold", "v_threshold"), ("spike_grad", "surrogate")])
+def test_arguments_that_other_libraries_call_otherwise(given, here):
+    with pytest.raises(ArgumentError, match=given) as caught:
+        flexsn.LIF(**{given: 0.9})
+    assert f"`{here}" in str(caught.value)
+
+
+def test_a_decay_is_a_time_constant():
+    """As the error for `beta` says."""
+    beta, v, want = 0.75, torch.zeros(3, 4), []
+    for x in X:
+        v = beta * v + x
+        want.append((v >= 1.0).float())
+        v = v - want[-1]
+    tau = 1 / (1 - beta)
+    assert torch.equal(flexsn.LIF(tau=tau, r=tau, v_reset=None)(X), torch.stack(want))
+
+
 def test_what_is_shown_of_a_neuron():
     """Its values, however they came to it."""
     for neuron in (flexsn.LIF(), pickle.loads(pickle.dumps(flexsn.LIF())), flexsn.LIF(v_leak=0, r=1)):
