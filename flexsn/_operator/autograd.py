@@ -368,7 +368,7 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     call.differentiable = call.differentiable and not without
     call.compile(tensors)
     if without:
-        return list(WithoutGradient.apply(lambda *given: _without_gradients(call, given), call.program.sig.core, *tensors))
+        return list(WithoutGradient.apply(lambda *given: _without_gradients(call, given), call.program.sig.core, "", *tensors))
     return list(_differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors))
 
 

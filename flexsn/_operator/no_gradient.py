@@ -1,6 +1,6 @@
 """A program without its gradient: the rule of `flexsn::forward` for autograd, which meets it only where the formula around it
-(`autograd.py`) is gone, after `run_decompositions()`; and what any call does whose exported program holds no gradient. It runs, and
-raises where a gradient is asked for, also in a trace: never zeros."""
+(`autograd.py`) is gone, after `run_decompositions()`; and what any call does whose exported program, or operator, holds no gradient. It
+runs, and raises where a gradient is asked for, also in a trace: never zeros."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ def refuse_forward_mode(core: str, tensors: Sequence[Tensor | None]) -> None:
 
 
 class WithoutGradient(torch.autograd.Function):
-    """What an exported program holds no gradient of runs where something requires grad, and is told from what has no gradient."""
+    """What holds no gradient runs where something requires grad, and is told from what has none: an exported program, or with a `hint`
+    an operator."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(run_it: Callable[..., Sequence[Tensor]], core: str, *tensors):
+    def forward(run_it: Callable[..., Sequence[Tensor]], core: str, hint: str, *tensors):
         return tuple(run_it(*tensors))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.core, *tensors = inputs
+        _, ctx.core, ctx.hint, *tensors = inputs
         ctx.there = [t is not None for t in tensors]
         ctx.save_for_backward(*[t for t in tensors if t is not None])
         ctx.set_materialize_grads(False)
@@ -48,19 +49,22 @@ class WithoutGradient(torch.autograd.Function):
     @unseen_by_dynamo
     def backward(ctx, *grads):
         if transforms_active():
-            _refuse_missing_gradient(ctx.core)
+            refuse_missing_gradient(ctx.core, ctx.hint)
         saved = iter(ctx.saved_tensors)
         tensors = [next(saved) if there else None for there in ctx.there]
         given = [g for g in grads if g is not None]
-        needs = zip(tensors, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *[torch.ops.flexsn.no_gradient(ctx.core, t, given) if t is not None and need else None for t, need in needs]
+        needs = zip(tensors, ctx.needs_input_grad[3:], strict=True)
+        missing = torch.ops.flexsn.no_gradient
+        return None, None, None, *[missing(ctx.core, t, given, ctx.hint) if t is not None and need else None for t, need in needs]
 
     @staticmethod
     def jvp(ctx, *tangents):
         raise no_forward_mode(ctx.core)
 
 
-def _refuse_missing_gradient(core: str) -> NoReturn:
+def refuse_missing_gradient(core: str, hint: str = "") -> NoReturn:
+    if hint:
+        raise MissingGradientError("is differentiated by an operator that has no gradient", core=core, hint=hint)
     raise MissingGradientError(
         "is differentiated in a program that holds no gradient of it: it was exported under `no_grad`, or where nothing that it "
         "depends on required grad, or `run_decompositions()` left its forward alone", core=core,
@@ -69,9 +73,9 @@ def _refuse_missing_gradient(core: str) -> NoReturn:
 
 
 # What is not there of a gradient `like` a tensor, from cotangents: a trace holds it, and raises where it is asked for.
-LIBRARY.define("no_gradient(str core, Tensor like, Tensor[] cotangents) -> Tensor", tags=TAGS)
-LIBRARY.impl("no_gradient", lambda core, like, cotangents: _refuse_missing_gradient(core), "CompositeExplicitAutograd")
-torch.library.register_fake("flexsn::no_gradient", lambda core, like, cotangents: torch.empty_like(like), lib=LIBRARY)
+LIBRARY.define('no_gradient(str core, Tensor like, Tensor[] cotangents, str hint="") -> Tensor', tags=TAGS)
+LIBRARY.impl("no_gradient", lambda core, like, cotangents, hint="": refuse_missing_gradient(core, hint), "CompositeExplicitAutograd")
+torch.library.register_fake("flexsn::no_gradient", lambda core, like, cotangents, hint="": torch.empty_like(like), lib=LIBRARY)
 
 
 def _forward_alone(program, inputs, states, params, *others) -> list[Tensor]:
@@ -89,8 +93,8 @@ def _forward_alone(program, inputs, states, params, *others) -> list[Tensor]:
         return below(*tensors)
     core = program_from(program, inputs[0].device).sig.core
     if transforms_active():
-        _refuse_missing_gradient(core)
-    return list(WithoutGradient.apply(below, core, *tensors))
+        refuse_missing_gradient(core)
+    return list(WithoutGradient.apply(below, core, "", *tensors))
 
 
 LIBRARY.impl("forward", _forward_alone, "Autograd")

@@ -164,8 +164,7 @@ class FlexSNInfo(_Fields):
         try:
             return shapes[0] if all(s == shapes[0] for s in (*shapes, *larger)) else tuple(torch.broadcast_shapes(*shapes, *larger))
         except RuntimeError:
-            listed = ", ".join(str(list(s)) for s in shapes)
-            raise ShapeMismatchError(f"one-step shapes do not broadcast: {listed}") from None
+            raise ShapeMismatchError(f"one-step shapes do not broadcast: {[list(s) for s in shapes]}") from None
 
     def check_shapes(self, given: Sequence[Shape | None], step: Shape) -> None:
         """Raise where an argument is larger than its example along a dim in which a return follows that example."""

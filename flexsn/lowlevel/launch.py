@@ -127,8 +127,7 @@ class Operands:
         self.states = [_checked(t, "state") for t in args[least:]] + [None] * (most - len(args))
         for x in self.inputs:
             if x.dim() == 0 or x.shape[0] != self.inputs[0].shape[0]:
-                listed = ", ".join(str(list(t.shape)) for t in self.inputs)
-                raise SequenceLengthError(f"input sequences [T, *shape] of shapes {listed}")
+                raise SequenceLengthError(f"input sequences [T, *shape] of shapes {[list(t.shape) for t in self.inputs]}")
         _same_device([*self.inputs, *self.states])
         shapes = [tuple(x.shape[1:]) for x in self.inputs] + [None if v is None else tuple(v.shape) for v in self.states]
         self.step = info.step_shape([s for s in shapes if s is not None])

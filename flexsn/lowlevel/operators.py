@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .._operator.no_gradient import refuse_forward_mode
+from .._operator.no_gradient import WithoutGradient, refuse_forward_mode, refuse_missing_gradient
 from .._torch.autograd import skipping_autograd
 from .._torch.transforms import active_transforms, transforms_active
-from ..errors import DoubleBackwardError, MissingGradientError, OperandCountError
+from ..errors import DoubleBackwardError, OperandCountError
 from . import launch
 from .handles import get_flexsn_kernel_handle, handle_number, release_active_flexsn_kernel_handle, retain_flexsn_kernel_handle
 from .info import FlexSNInfo
@@ -30,7 +30,7 @@ _INFERENCE, _TRAINING = ("inference", "inference_final_state"), ("training", "tr
 
 
 def flexsn_inductor_inference(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    """Return `[*output_seqs, *state_seqs]`, not differentiable.
+    """Return `[*output_seqs, *state_seqs]`. A backward through them raises a `MissingGradientError`, never zeros.
 
     Raises:
         RuntimeError: an unknown handle, or one without this kernel.
@@ -40,7 +40,7 @@ def flexsn_inductor_inference(handle: Any, flat_args: Sequence[Tensor]) -> list[
 
 
 def flexsn_inductor_inference_final_state(handle: Any, flat_args: Sequence[Tensor]) -> list[Tensor]:
-    """Return `[*output_seqs, *final_states]`, not differentiable. Raises as `flexsn_inductor_inference`."""
+    """Return `[*output_seqs, *final_states]`. Otherwise as `flexsn_inductor_inference`."""
     return torch.ops.flexsn.flexsn_inductor_inference_final_state(handle_number(handle), list(flat_args))
 
 
@@ -62,7 +62,7 @@ def flexsn_inductor_training_final_state(handle: Any, flat_args: Sequence[Tensor
 def flexsn_inductor_backward(
     handle: Any, grad_outputs: Sequence[Tensor | None], saved_tensors: Sequence[Tensor], input_templates: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return `[*input_grads, *init_state_grads]` of `flexsn_inductor_training`.
+    """Return `[*input_grads, *init_state_grads]` of `flexsn_inductor_training`. A backward through them is refused.
 
     Args:
         grad_outputs: cotangents of output and state sequences, each possibly None.
@@ -186,8 +186,7 @@ class _Training(torch.autograd.Function):
         return None, None, *[g if g.is_floating_point() else None for g in found]
 
 
-def _of(handle: int) -> str:
-    return f"kernel handle {handle}"
+_HINT = "`flexsn_inductor_training` is differentiable; detach what the other operators return, or call them under `torch.no_grad()`."
 
 
 def _refuse_transform(handle: int, name: str) -> NoReturn:
@@ -196,20 +195,25 @@ def _refuse_transform(handle: int, name: str) -> NoReturn:
 
 def _recorded(handle: int, tensors: Sequence[Tensor | None]) -> bool:
     """Return whether autograd asks for the gradient of a call; refuse forward mode."""
-    refuse_forward_mode(_of(handle), tensors)
+    refuse_forward_mode(f"kernel handle {handle}", tensors)
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _without_gradient(operator: Callable) -> Callable:
-    """Return the rule of an operator for autograd: below it no gradient is recorded."""
+    """Return the rule of an operator for autograd: below it no gradient is recorded, and one that is asked for raises."""
 
     def rule(handle: int, *others) -> list[Tensor]:
-        tensors = [t for given in others if isinstance(given, (list, tuple)) for t in given]
-        if _recorded(handle, tensors) and (transforms_active() or others[0] in _TRAINING):  # a transform would take it for zeros
-            hint = "`flexsn_inductor_training` is differentiable; pass detached tensors to the other operators."
-            raise MissingGradientError("is differentiated by an operator that has no gradient", core=_of(handle), hint=hint)
-        with skipping_autograd():
-            return operator(handle, *others)
+        def below(*_: Tensor | None) -> list[Tensor]:
+            with skipping_autograd():
+                return operator(handle, *others)
+
+        name = f"kernel handle {handle}"
+        tensors = [t for given in others[1:3] for t in given]  # a template gives its shape alone
+        if not _recorded(handle, tensors):
+            return below()
+        if transforms_active() or others[0] in _TRAINING:  # a transform would take it for zeros
+            refuse_missing_gradient(name, _HINT)
+        return list(WithoutGradient.apply(below, name, _HINT, *tensors))
 
     return rule
 

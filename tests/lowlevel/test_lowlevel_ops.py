@@ -372,10 +372,53 @@ def test_no_cotangent_no_launch(handle, kind, monkeypatch):
     assert given == [("gy2",)]
 
 
-@pytest.mark.parametrize("kind", ["inference", "inference_final_state"])
-def test_inference_is_not_differentiable(handle, kind):
+INFERENCE = pytest.mark.parametrize("kind", ["inference", "inference_final_state"])
+
+
+@INFERENCE
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
+@pytest.mark.parametrize("compiler", [None, "aot_eager", "inductor"])
+def test_a_gradient_through_inference_is_refused(handle, kind, compiler):
+    """A gradient that would come out without its part through the kernel raises, through whatever result it is asked for."""
     xs, vs = operands()
-    assert not any(t.requires_grad for t in FORWARD[kind][0](handle, [*xs, *vs]))
+    run = torch.compile(FORWARD[kind][0], fullgraph=True, backend=compiler) if compiler else FORWARD[kind][0]
+    for leaf in (xs[0], vs[1]):
+        got = run(handle, [*xs, *vs])
+        for k in (0, 2, 3, 4):
+            with pytest.raises(MissingGradientError, match=rf"(?s)kernel handle {handle}\b.*no gradient.*`flexsn_inductor_training`"):
+                torch.autograd.grad(got[k].sum() + leaf.sum(), leaf, retain_graph=True)
+        assert not got[1].requires_grad  # bool
+
+
+@INFERENCE
+@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+def test_inference_on_what_requires_grad(handle, kind, compiler):
+    """Without a gradient through the results nothing is refused, and nothing recorded under `no_grad`."""
+    xs, vs = operands()
+    run = torch.compile(FORWARD[kind][0], fullgraph=True, backend=compiler) if compiler else FORWARD[kind][0]
+    want = FORWARD[kind][0](handle, [t.detach() for t in (*xs, *vs)])
+    got = run(handle, [*xs, *vs])
+    (got[0].detach() * xs[0]).sum().backward()
+    assert torch.equal(xs[0].grad, want[0])
+    with torch.no_grad():
+        plain = run(handle, [*xs, *vs])
+    assert not any(t.requires_grad for t in plain)
+    for a, b, c in zip(got, plain, want, strict=True):
+        assert torch.equal(a, c) and torch.equal(b, c)
+
+
+def test_a_gradient_through_the_backward_operator_is_refused(handle, kernels):
+    """Templates lend their shapes alone; cotangents and saved tensors that require grad would lose it."""
+    xs, vs = operands()
+    with torch.no_grad():
+        returns = flexsn_inductor_training(handle, [*xs, *vs])
+    saved = [returns[i] for i in kernels["training_info"].c2k_return_mapping]
+    row = torch.ones(6, 4, 3)
+    got = flexsn_inductor_backward(handle, [row, None, None, None, None], saved, [*xs, *vs])
+    assert not any(g.requires_grad for g in got)
+    got = flexsn_inductor_backward(handle, [row.requires_grad_(), None, None, None, None], saved, [*xs, *vs])
+    with pytest.raises(MissingGradientError, match=f"kernel handle {handle}"):
+        (got[0].sum() + row.sum()).backward()
 
 
 @TRAINING
@@ -482,7 +525,7 @@ def test_states_of_integers_get_no_gradient():
 @pytest.mark.parametrize("states", [True, False])
 @pytest.mark.parametrize("kind", FORWARD)
 def test_opcheck(handle, kind, states):
-    xs, vs = operands()
+    xs, vs = operands(grad=kind.startswith("training"))  # inference refuses the gradients that the check asks for
     result = torch.library.opcheck(FORWARD[kind][1].default, (handle, [*xs, *(vs if states else [])]))
     assert set(result.values()) == {"SUCCESS"}
 
