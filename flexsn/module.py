@@ -15,12 +15,15 @@ from ._capture.arguments import (
     Stateful,
     as_tuple,
     check_count,
+    check_output_examples,
     check_start,
     check_step_mode,
     checked_start,
     gradient_flags,
     operand_counts,
+    output_examples,
     param_names,
+    without_steps,
 )
 from ._capture.signature import check_core, core_name, not_a_tensor, positional_names
 from ._captured.core_owner import CoreOwner, Tensors, free_names
@@ -49,8 +52,8 @@ class FlexSN(CoreOwner):
         params: tensors passed to every step after the states, registered by the name that the core gives them: a
             `Parameter` `w` as parameter `params.w`, any other tensor as buffer `params.w`.
         example_inputs: one-step examples `[*inputs, *states]`; they are only counted.
-        example_outputs: one-step examples of the outputs: at `T == 0` their shapes and dtypes are returned, and the core
-            is not looked at.
+        example_outputs: one-step examples `[*shape]` of the outputs, one each: at `T == 0` outputs have their shapes, and the core
+            is not looked at. Device and, of floating ones, dtype are those of the call's inputs.
         requires_grad: one flag per input and state, or one for all: False cuts the graph at that operand. By default
             gradients go to whatever requires them.
         step_mode: `"m"`: calls take `[T, *shape]`; `"s"`: calls take one step `[*shape]`.
@@ -104,7 +107,7 @@ class FlexSN(CoreOwner):
         params = as_tuple("params", params, name)
         examples = None if example_inputs is None else len(as_tuple("example_inputs", example_inputs, name))
         self.num_outputs = num_outputs
-        self.example_outputs = None if example_outputs is None else as_tuple("example_outputs", example_outputs, name)
+        self.example_outputs = output_examples(example_outputs, num_outputs, name)
         self.num_inputs, self.num_states = operand_counts(core, num_inputs, num_states, len(params), examples)
         names = param_names(core, params, self.num_inputs + self.num_states)
         self.num_params, self.param_names = len(params), free_names(names)
@@ -200,9 +203,12 @@ class FlexSN(CoreOwner):
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         if self.example_outputs is not None and inputs[0].shape[0] == 0:
-            empty = tuple(y.new_empty((0, *y.shape)) for y in self.example_outputs)
-            return empty[0] if len(empty) == 1 else empty
-        outputs, finals, sequences = self.run(inputs, states, self.store_state_seqs)
+            own = without_steps(self.example_outputs, inputs, states, self.start_dtype(*inputs), core_name(self.core))
+            outputs, finals, sequences = own if self.store_state_seqs else (*own[:2], None)
+        else:
+            outputs, finals, sequences = self.run(inputs, states, self.store_state_seqs)
+            if self.example_outputs is not None:
+                check_output_examples(self.example_outputs, outputs, core_name(self.core))
         if not outputs:
             n = self.num_states
             raise ReturnCountError(

@@ -818,6 +818,72 @@ def test_a_number_in_place_of_a_list(name):
         FlexSN(weighted, num_states=1, **{name: 3})
 
 
+@pytest.mark.parametrize("num_outputs", [None, 1])
+def test_examples_of_outputs_that_are_none(num_outputs):
+    """Wrong in number or kind, and a `requires_grad` at the position that it has in SpikingJelly's FlexSN."""
+    v = torch.zeros(3)
+    for wrong in ((True, False), True, False, (None,), [[0.0]], (v, False)):
+        with pytest.raises(
+            errors.ArgumentError, match=r"(?s)core `relu_mem`: example_outputs must be a tensor per output.*`requires_grad=True`"
+        ):
+            FlexSN(relu_mem, 1, 1, num_outputs, (v, v), wrong)
+    for wrong in ((), []) if num_outputs is None else ((), (v, v)):
+        with pytest.raises(OperandCountError, match=f"core `relu_mem`: example_outputs has {len(wrong)} examples"):
+            FlexSN(relu_mem, 1, 1, num_outputs, (v, v), wrong)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_examples_of_outputs_are_compared_with_outputs(backend):
+    x, v = torch.rand(5, 3), torch.zeros(3)
+    with pytest.raises(ReturnCountError, match="returned 1 outputs, and example_outputs has 2 examples"):
+        FlexSN(relu_mem, 1, 1, example_outputs=(v, v), backend=backend)(x)
+    with pytest.raises(errors.ShapeMismatchError, match=r"(?s)output 0 has steps of shape \[3\].*shape \[5, 3\].*one step, without T"):
+        FlexSN(relu_mem, 1, 1, example_outputs=x, backend=backend)(x)
+    net = FlexSN(relu_mem, 1, 1, example_outputs=torch.zeros(2, 3), backend=backend)
+    assert net(torch.rand(5, 7, 3)).shape == (5, 7, 3)  # the size of a batch may change
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_zero_steps_by_examples_leave_states_of_this_call(backend, compiled):
+    """Outputs by example; states, their sequences, device and dtype by the call, as without examples; the core does not run."""
+    torch._dynamo.reset()
+    x, options = torch.rand(5, 3), {"store_state_seqs": True, "backend": backend}
+    nets = [FlexSN(relu_mem, 1, 1, example_outputs=e, **options) for e in (None, torch.zeros(3))]
+    seen = []
+    for net in nets:
+        call = torch.compile(net, backend="eager") if compiled else net
+        for given in (x, x[:0], None, x[:0], None, x[:0].double(), None, x[:0].to("meta")):
+            if given is None:
+                net.reset()
+            elif given.device.type == "cpu" or net.example_outputs is not None:
+                seen.append((call(given), net.states[0], net.state_seqs[0]))
+    plain, by_example = seen[:4], seen[4:]
+    for k, (wants, gots) in enumerate(zip(plain, by_example, strict=False)):
+        for want, got in zip(wants, gots, strict=True):
+            assert got.shape == want.shape and got.dtype == want.dtype and torch.equal(got, want), k
+    assert [t.device.type for t in by_example[4]] == ["meta"] * 3 and by_example[4][2].shape == (0, 3)
+
+
+@pytest.mark.parametrize("start", [[0.5], lambda x: [torch.tensor(0.5)]], ids=["number", "tensor"])
+def test_zero_steps_by_examples_leave_what_states_start_from(start):
+    def never(x, v):
+        raise AssertionError("the core ran")
+
+    net = FlexSN(never, 1, 1, example_outputs=torch.zeros(3, dtype=torch.bool), initial_states=start)
+    y = net(torch.rand(0, 2, 3))
+    assert y.shape == (0, 3) and y.dtype == torch.bool and net.state_seqs is None
+    assert torch.equal(net.states[0], torch.full((2, 3), 0.5))
+    net.states = [torch.zeros(4)]
+    with pytest.raises(errors.ShapeMismatchError, match=r"core `never`.*\[2, 3\], \[4\]"):
+        net(torch.rand(0, 2, 3))
+
+
+def test_examples_of_operands_are_counted_also_where_counts_are_given():
+    with pytest.raises(OperandCountError, match=r"example_inputs has 1 examples for 1 inputs \+ 1 states"):
+        FlexSN(relu_mem, 1, 1, 1, example_inputs=[torch.zeros(3)])
+
+
 class Weighted(nn.Module):
     def __init__(self):
         super().__init__()

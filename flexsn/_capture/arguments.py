@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, OperandCountError
+from ..errors import ArgumentError, OperandCountError, ReturnCountError, ShapeMismatchError
 from .signature import core_name, not_a_tensor, positional_names
 
 Start = float | Tensor | None
@@ -24,6 +25,55 @@ def as_tuple(name: str, values: Any, core: str) -> tuple[Any, ...]:
             f"{name} must be a tuple or list, not {type(values).__name__}", core=core, hint=f"Write `{name}=(value,)`."
         )  # fmt: skip
     return tuple(values)
+
+
+def output_examples(given: Any, num_outputs: int | None, core: str) -> tuple[Tensor, ...] | None:
+    """`example_outputs` as a tuple, one tensor per output; None where it was not given."""
+    if given is None:
+        return None
+    given = given if isinstance(given, bool) else as_tuple("example_outputs", given, core)
+    if isinstance(given, bool) or not all(isinstance(y, Tensor) for y in given):
+        raise ArgumentError(
+            f"example_outputs must be a tensor per output, one step of it, not {given!r}", core=core,
+            hint="It stands before `requires_grad` and what follows: pass those by name, as in `requires_grad=True`.",
+        )  # fmt: skip
+    if len(given) != num_outputs if num_outputs is not None else not given:
+        wanted = "at least one output" if num_outputs is None else f"num_outputs={num_outputs}"
+        raise OperandCountError(f"example_outputs has {len(given)} examples for {wanted}", core=core)
+    return given
+
+
+def check_output_examples(examples: Sequence[Tensor], outputs: Sequence[Tensor], core: str) -> None:
+    """Whether the examples are as many, and of as many dims, as the outputs of a call turn out to be; sizes may change."""
+    if len(examples) != len(outputs):
+        raise ReturnCountError(f"returned {len(outputs)} outputs, and example_outputs has {len(examples)} examples", core=core)
+    for k, (example, y) in enumerate(zip(examples, outputs, strict=True)):
+        if example.dim() != y.dim() - 1:
+            raise ShapeMismatchError(
+                f"output {k} has steps of shape {list(y.shape[1:])}, and its example has shape {list(example.shape)}", core=core,
+                hint="An example in `example_outputs` is one step, without T.",
+            )  # fmt: skip
+
+
+def without_steps(
+    examples: Sequence[Tensor], inputs: Sequence[Tensor], states: Sequence[Tensor | None], dtype: torch.dtype, core: str
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Outputs, final states and state sequences of a call at `T == 0`, from one-step examples of the outputs.
+
+    Args:
+        states: initial ones: what they end as. None stands for zeros of the shape of a step.
+        dtype: what is floating has it.
+    """
+    shapes = [*(x.shape[1:] for x in inputs), *(v.shape for v in states if v is not None)]
+    try:
+        step = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        listed = ", ".join(str(list(s)) for s in shapes)
+        raise ShapeMismatchError(f"the steps of inputs, and states, have shapes that do not broadcast: {listed}", core=core) from None
+    like = inputs[0]
+    outputs = [like.new_empty((0, *y.shape), dtype=dtype if y.is_floating_point() else y.dtype) for y in examples]
+    finals = [like.new_zeros(step, dtype=dtype) if v is None else v.expand(step).clone() for v in states]
+    return outputs, finals, [v.new_empty((0, *v.shape)) for v in finals]
 
 
 def check_step_mode(step_mode: str, stateful: Stateful, core: str) -> None:
@@ -68,6 +118,10 @@ def operand_counts(
             raise OperandCountError("num_inputs cannot be inferred from `*args`; pass it", core=core_name(core))
         least = 0 if examples is not None else min(required, num_states + 1)  # params beyond fill arguments with defaults
         num_inputs = max(total, least) - num_states
+    if examples is not None and examples != num_inputs + num_states:
+        raise OperandCountError(
+            f"example_inputs has {examples} examples for {num_inputs} inputs + {num_states} states", core=core_name(core)
+        )  # fmt: skip
     fits = open_ended or examples is not None or num_inputs + num_states <= len(names) - num_params
     if num_inputs < 1 or num_states < 0 or not fits:
         raise OperandCountError(

@@ -126,6 +126,24 @@ def module_example_list(backend):
     return neuron(backend, example_outputs=[V])([1.0]), None
 
 
+@misuse(
+    "`requires_grad` at the position that it has in SpikingJelly's FlexSN",
+    raises(errors.ArgumentError, "example_outputs must be a tensor per output", "(True, False)", "requires_grad=True"),
+)
+def gradients_by_position(backend):
+    return flexsn.FlexSN(leaky, 1, 1, 1, (V, V), (True, False), backend=backend), None
+
+
+@misuse("`example_outputs` of another number", raises(errors.OperandCountError, "example_outputs has 2 examples for num_outputs=1"))
+def output_examples_too_many(backend):
+    return neuron(backend, num_outputs=1, example_outputs=(V, V)), None
+
+
+@misuse("`example_outputs` with T", raises(errors.ShapeMismatchError, "output 0 has steps of shape", "one step, without T"), slow=True)
+def output_example_with_time(backend):
+    return neuron(backend, example_outputs=[X])(X), None
+
+
 @misuse("one step to a multi-step module", gives("the first dimension is taken for time"), slow=True)
 def step_to_multi(backend):
     return neuron(backend)(V), after(V)
