@@ -203,6 +203,7 @@ class FlexSN(CoreOwner):
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
         if self.example_outputs is not None and inputs[0].shape[0] == 0:
+            check_step_mode(self.step_mode, self.stateful, core_name(self.core))
             own = without_steps(self.example_outputs, inputs, states, self.start_dtype(*inputs), core_name(self.core))
             outputs, finals, sequences = own if self.store_state_seqs else (*own[:2], None)
         else:
@@ -247,6 +248,9 @@ class FlexSN(CoreOwner):
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
         """Outputs, final states and, if `sequences`, the states of every step, from given states (None: zeros); nothing is
         carried."""
+        mode, stateful = self.step_mode, self.stateful  # either may have been set since the module was made
+        if mode not in ("m", "s") or (mode == "s" and not stateful) or stateful not in (True, False, "detached"):
+            check_step_mode(mode, stateful, core_name(self.core))
         if self.requires_grad_flags is not None:
             operands = [
                 t if flag or t is None else t.detach() for t, flag in zip((*inputs, *states), self.requires_grad_flags, strict=True)

@@ -303,6 +303,30 @@ def test_mistakes():
         FlexSN(lif, 1, 1, 1, step_mode="x")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", [{}, {"backend": "torch"}, {"example_outputs": torch.zeros(4)}], ids=["auto", "torch", "no steps"])
+def test_a_mode_that_is_set_wrong_later_is_refused(options, compiled):
+    """With the error of the constructor, also where one setting makes the other wrong; a module that is set right again runs on."""
+    x = torch.rand(0 if "example_outputs" in options else 3, 4)
+    for wrong in ({"step_mode": "x"}, {"step_mode": None}, {"stateful": "detach"}, {"step_mode": "s", "stateful": False}):
+        torch._dynamo.reset()
+        with pytest.raises(errors.ArgumentError) as at_once:
+            FlexSN(relu_mem, 1, 1, **wrong)
+        net = FlexSN(relu_mem, 1, 1, **options)
+        call = torch.compile(net, backend="eager") if compiled else net
+        assert call(x).shape == x.shape
+        before = net.states[0].clone()
+        for name, value in wrong.items():
+            setattr(net, name, value)
+        with pytest.raises(errors.ArgumentError) as later:
+            call(x)
+        assert str(later.value).splitlines()[0] == str(at_once.value).splitlines()[0]
+        assert torch.equal(net.states[0], before)
+        net.step_mode, net.stateful = "m", True
+        assert call(x).shape == x.shape
+
+
 def test_repr_names_the_core():
     assert "lif" in repr(FlexSN(lif, 1, 1, 1, params=lif_params())) and "num_states=1" in repr(FlexSN(relu_mem, 1))
 

@@ -55,6 +55,13 @@ def step_mode(backend):
     return neuron(backend, step_mode="multi"), None
 
 
+@misuse("a `step_mode` that does not exist, set later", raises(errors.ArgumentError, '"m"', '"s"', "'multi'"))
+def step_mode_later(backend):
+    made = neuron(backend)
+    made.step_mode = "multi"
+    return made(X), None
+
+
 @misuse("a module with a backend that does not exist", raises(errors.BackendError, "unknown backend 'cupy'", "'cpp'"))
 def backend_name(backend):
     return neuron("cupy"), None
