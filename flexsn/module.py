@@ -30,6 +30,7 @@ from ._captured.core_owner import CoreOwner, Tensors, free_names
 from ._operator.checkpointed import Within, enter, starts_anew
 from ._operator.dispatch import run_core
 from ._operator.library import carry
+from ._runtime.backends import NAMES as BACKEND_NAMES
 from ._runtime.backends import check_backend
 from ._torch.autograd import current_backward
 from ._torch.transforms import is_wrapped, transforms_active
@@ -72,12 +73,14 @@ class FlexSN(CoreOwner):
     Attributes:
         states: list of carried states `[*shape]`, or None after `reset()`.
         state_seqs: list of `[T, *shape]`, if `store_state_seqs`.
+        supported_backends: what `backend` may be set to; not all run everywhere.
         core: what was given; an `nn.Module` is a submodule. Tensors in the cells, defaults and partial arguments of a function
             are this module's own, under their names (`neuron.tau`): `parameters()`, `state_dict()`, `.to()`, copies and files
             take them. What a bound method or a module holds stays with it; globals are neither registered, copied nor moved.
     """
 
     runs_sequences = True  # no core of another
+    supported_backends = BACKEND_NAMES
 
     def __init__(
         self,
@@ -225,6 +228,25 @@ class FlexSN(CoreOwner):
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def multi_step_forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run sequences, whatever `step_mode` says."""
+        return self._forward_as("m", inputs)
+
+    def single_step_forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Run one step, whatever `step_mode` says."""
+        return self._forward_as("s", inputs)
+
+    def _forward_as(self, step_mode: str, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        own, self.step_mode = self.step_mode, step_mode
+        try:
+            return self.forward(*inputs)
+        finally:
+            self.step_mode = own
+
+    def supported_step_mode(self) -> tuple[str, str]:
+        """What `step_mode` may be set to."""
+        return "s", "m"
 
     def _check_inputs(self, inputs: Sequence[Any]) -> None:
         """What `scan` cannot check, since tensors are reshaped before."""

@@ -327,6 +327,32 @@ def test_a_mode_that_is_set_wrong_later_is_refused(options, compiled):
         assert call(x).shape == x.shape
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("mode", ["m", "s"])
+def test_both_modes_by_name(mode, backend):
+    """`multi_step_forward` and `single_step_forward` take their own shapes whatever the module's mode is, and leave that."""
+    x = torch.rand(5, 3)
+    net, want = FlexSN(relu_mem, 1, 1, step_mode=mode, backend=backend), FlexSN(relu_mem, 1, 1)(x)
+    assert torch.equal(net.multi_step_forward(x[:3]), want[:3])
+    assert torch.equal(net.single_step_forward(x[3]), want[3]) and torch.equal(net.single_step_forward(x[4]), want[4])
+    assert net.step_mode == mode
+    with pytest.raises(OperandCountError):
+        net.multi_step_forward(x, x)
+    assert net.step_mode == mode and set("ms") == set(net.supported_step_mode())
+    with pytest.raises(errors.ArgumentError, match="every step would start anew"):
+        FlexSN(relu_mem, 1, 1, stateful=False).single_step_forward(x[0])
+
+
+def test_supported_backends_are_those_that_can_be_set():
+    net, x = FlexSN(relu_mem, 1, 1, stateful=False), torch.rand(5, 3)
+    names, want = net.supported_backends, net(x)
+    assert isinstance(names, tuple) and set(names) == {"auto", "cpp", "torch", "triton", "inductor", "hop"}
+    for name in names:
+        assert FlexSN(relu_mem, 1, 1, backend=name).backend == name
+    for net.backend in ("auto", "cpp", "torch", "hop"):  # the others need a GPU
+        assert torch.equal(net(x), want)
+
+
 def test_repr_names_the_core():
     assert "lif" in repr(FlexSN(lif, 1, 1, 1, params=lif_params())) and "num_states=1" in repr(FlexSN(relu_mem, 1))
 

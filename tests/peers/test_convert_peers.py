@@ -1,11 +1,11 @@
-"""`flexsn.convert` on snnTorch's and Norse's neurons, and surrogates as flexsn's."""
+"""`flexsn.convert` on snnTorch's and Norse's neurons, surrogates as flexsn's, and SpikingJelly's functions on a network of both."""
 
 import copy
 
 import pytest
 import torch
 from conversions import B, T, assert_same, compare, each, jelly, looped, whole
-from loaded_peers import neuron, norse, snn, snn_surrogate, snn_utils, surrogate
+from loaded_peers import functional, layer, neuron, norse, snn, snn_surrogate, snn_utils, surrogate
 from torch import nn
 
 import flexsn
@@ -218,3 +218,41 @@ def test_unknown_surrogates_are_called_as_they_are():
     net = copy.deepcopy(ref)
     assert flexsn.convert(net, backend="torch").replaced
     assert_same(net, ref, whole)
+
+
+# --- functions on a network ---
+def set_backend(net, backend):
+    """Read and set what SpikingJelly's `functional.set_backend` does, which its 2.0 has no more."""
+    for module in net.modules():
+        if hasattr(module, "backend") and backend in module.supported_backends:
+            module.backend = backend
+
+
+def step(x, v):
+    h = v * 0.5 + x
+    return h.tanh(), h
+
+
+def test_spikingjelly_s_functions_on_a_network_with_a_flexsn_module():
+    net = nn.Sequential(layer.Linear(4, 7), neuron.LIFNode(), flexsn.FlexSN(step, 1, 1), flexsn.LIF(tau=2.0))
+    x, own = torch.randn(T, B, 4), net[2]
+    functional.set_step_mode(net, "m")
+    want = net(x)
+    assert own.step_mode == "m" and own.states is not None and own.states[0].requires_grad
+    functional.detach_net(net)
+    assert not own.states[0].requires_grad
+    functional.reset_net(net)
+    assert own.states is None and net[3].states is None
+    set_backend(net, "torch")
+    assert [m.backend for m in net[2:]] == ["torch"] * 2
+    torch.testing.assert_close(net(x), want)
+    set_backend(net, "cupy")
+    assert own.backend == "torch"
+    functional.reset_net(net)
+    functional.set_step_mode(net, "s")
+    torch.testing.assert_close(torch.stack([net(row) for row in x]), want)
+    functional.reset_net(net)
+    torch.testing.assert_close(functional.multi_step_forward(x, net), want)
+    functional.set_step_mode(net[2:], "x")
+    with pytest.raises(flexsn.errors.ArgumentError, match='step_mode must be "m"'):
+        net[2:](x)
