@@ -23,6 +23,7 @@ from ._capture.arguments import (
     operand_counts,
     output_examples,
     param_names,
+    without_outputs,
     without_steps,
 )
 from ._capture.signature import check_core, core_name, not_a_tensor, positional_names
@@ -36,7 +37,7 @@ from ._torch.autograd import current_backward
 from ._torch.transforms import is_wrapped, transforms_active
 from ._torch_compile.core_scan import compile_core
 from ._torch_compile.dynamo import exporting, refuse_carried
-from .errors import ArgumentError, OperandCountError, ReturnCountError, SequenceLengthError, ShapeMismatchError, StaleStateError
+from .errors import ArgumentError, OperandCountError, SequenceLengthError, ShapeMismatchError, StaleStateError
 
 
 class FlexSN(CoreOwner):
@@ -49,7 +50,7 @@ class FlexSN(CoreOwner):
         core: `core(*inputs_t, *states, *params) -> (*outputs_t, *new_states)`: any callable or `nn.Module`.
         num_inputs: number of input sequences; by default what the core's signature leaves after states and params.
         num_states: number of states; needed unless `num_inputs` settles it.
-        num_outputs: number of outputs; by default what the core returns before its states.
+        num_outputs: number of outputs, at least 1; by default what the core returns before its states.
         params: tensors passed to every step after the states, registered by the name that the core gives them: a
             `Parameter` `w` as parameter `params.w`, any other tensor as buffer `params.w`.
         example_inputs: one-step examples `[*inputs, *states]`; they are only counted.
@@ -214,11 +215,7 @@ class FlexSN(CoreOwner):
             if self.example_outputs is not None:
                 check_output_examples(self.example_outputs, outputs, core_name(self.core))
         if not outputs:
-            n = self.num_states
-            raise ReturnCountError(
-                f"returned {n} values, and the last {n} are taken as the new states (num_states={n}): no output is left",
-                core=core_name(self.core), hint="End the core with `return *outputs, *new_states`.",
-            )  # fmt: skip
+            raise without_outputs(self.num_states, core_name(self.core))
         if self.stateful == "detached":
             finals = [v.detach() for v in finals]
         if torch.compiler.is_dynamo_compiling():

@@ -1203,12 +1203,34 @@ def test_params_whose_names_differ_by_what_is_put_behind_them():
     assert len(set(net.param_names)) == 2 and torch.equal(net(torch.ones(2, 3)), torch.full((2, 3), 12.0))
 
 
-def test_a_core_without_outputs_leaves_the_states():
-    net = FlexSN(lambda x, v: x + v, 1, 1)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("T", [0, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_outputs": 0}, {"num_outputs": 0, "example_outputs": ()}, {"num_outputs": 0, "backend": "torch"}], ids=str
+)
+def test_a_core_without_outputs_leaves_the_states(options, T, compiled):
+    """A neuron has outputs: what returns its states alone is told of `scan`, which returns them."""
+
+    def summing(x, v):
+        return x + v
+
+    torch._dynamo.reset()
+    net, x = FlexSN(summing, 1, 1, **options), torch.ones(T, 4)
     net.states = [torch.zeros(4)]
-    with pytest.raises(ReturnCountError):
-        net(torch.ones(3, 4))
+    with pytest.raises(
+        ReturnCountError, match=r"(?s)`summing`.*nothing to return.*`flexsn.scan\(core, inputs, states, store_state_seqs=True\)`"
+    ):
+        (torch.compile(net, backend="eager") if compiled else net)(x)
     assert not net.states[0].any()
+    result = flexsn.scan(summing, (x,), (torch.zeros(4),), store_state_seqs=True)
+    assert result.outputs == () and torch.equal(result.states[0], x.cumsum(0))
+
+
+@pytest.mark.parametrize("wrong", [-1, True])
+def test_a_number_of_outputs_that_is_none(wrong):
+    with pytest.raises(errors.ArgumentError, match="core `relu_mem`: num_outputs"):
+        FlexSN(relu_mem, 1, 1, wrong)
 
 
 def test_a_copy_of_a_compiled_module_runs_itself():

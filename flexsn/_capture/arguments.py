@@ -55,6 +55,16 @@ def check_output_examples(examples: Sequence[Tensor], outputs: Sequence[Tensor],
             )  # fmt: skip
 
 
+def without_outputs(n: int, core: str) -> ReturnCountError:
+    """The error of a neuron whose core returns its `n` states alone."""
+    return ReturnCountError(
+        f"returned {n} values, and the last {n} are taken as the new states (num_states={n}): no output is left, and a neuron has nothing "
+        "to return", core=core,
+        hint="End the core with `return *outputs, *new_states`: a state may be an output too. For the states alone call "
+        "`flexsn.scan(core, inputs, states, store_state_seqs=True)`.",
+    )  # fmt: skip
+
+
 def without_steps(
     examples: Sequence[Tensor], inputs: Sequence[Tensor], states: Sequence[Tensor | None], dtype: torch.dtype, core: str
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -143,8 +153,10 @@ def _fitting(names: Sequence[str], required: int, num_params: int) -> str | None
 
 
 def check_count(name: str, count: Any, core: str) -> None:
-    if not isinstance(count, (int, type(None))):
+    if not isinstance(count, (int, type(None))) or isinstance(count, bool):
         raise ArgumentError(f"{name} must be an int, not {type(count).__name__}", core=core)
+    if name == "num_outputs" and count is not None and count < 0:
+        raise ArgumentError(f"num_outputs={count}: a core returns its outputs before its states, at least one", core=core)
 
 
 def gradient_flags(flags: Any, num_inputs: int, num_states: int, core: str) -> tuple[bool, ...] | None:

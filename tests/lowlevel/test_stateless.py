@@ -48,3 +48,10 @@ def test_states_are_given_all_or_none():
     kernel = FlexSNKernel(lambda x, v, a: (x + v + a, v, a), 1, 2, 1)
     with pytest.raises(flexsn.errors.OperandCountError, match="2 operands for 1 inputs and 2 states"):
         kernel(torch.randn(5, 3), torch.randn(3))
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_core_without_outputs_gives_its_states(backend):
+    x = torch.randn(7, 3)
+    (got,) = FlexSNKernel(lambda x, v: x + v, 1, 1, 0, backend=backend)(x)
+    torch.testing.assert_close(got, x.cumsum(0))
