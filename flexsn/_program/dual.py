@@ -2,6 +2,8 @@
 
 The derivative along tangents `u` comes from two gradients: with `g(c)` the gradient for cotangents `c`, it is the gradient of `<g(c), u>`
 in `c`. So whatever autograd differentiates twice has one, surrogates and the user's own backwards among them.
+
+What it gains: `python benchmarks/derivatives.py` (the Hessian of three parameters of a Hodgkin-Huxley neuron over 1,000 steps).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from ..errors import DoubleBackwardError
 from .captured import Shapes, draw
 from .compiled import Program
 
+_MOST = 64  # programs of one dual core: one for each shape of its operands
 Source = Callable[[], tuple[Callable, dict[str, Tensor]]]  # gives a core on stand-ins of what it captures, and these by path
 
 
@@ -67,6 +70,8 @@ class Dual(SelfDifferentiating):
                 if trains:
                     found.differentiate(dual, dual.captured)
                 self._programs[key] = found
+                while len(self._programs) > _MOST:
+                    del self._programs[next(iter(self._programs))]
         shapes = found.blueprint.shapes([m.shape for m in metas[: self.sig.num_inputs + self.sig.num_states] if m is not None])
         assert shapes is not None, "it was made for them"
         return found, shapes
