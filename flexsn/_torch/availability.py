@@ -50,6 +50,7 @@ _NAMES = {
     },
     TRANSFORMS: {
         "torch._C._functorch": "CVmapInterpreterPtr get_unwrapped is_gradtrackingtensor maybe_get_bdim unwrap_if_dead",
+        "torch": "_add_batch_dim _remove_batch_dim",
     },
     GPU: {
         "torch._C": "_cuda_getCurrentRawStream _cuda_getDevice",
