@@ -37,6 +37,7 @@ class CapturedValues:
         fingerprint: code and constants; equal fingerprints trace to equal graphs.
         frozen: path and type of what was taken as it was.
         kept: objects that the fingerprint names by `id`.
+        owned: whether a module holds the core.
         own: by path, how to read the tensors that a module registered in place of those in the core's cells.
         calls, signatures: what `dispatch` knows of calls, by the kinds of their operands; of equal fingerprints the same.
         simple: whether the places that are watched hold no object that may lead back to the core.
@@ -53,6 +54,7 @@ class CapturedValues:
         self.frozen, self.kept, self.simple, self.refusal = walk.frozen, walk.kept, walk.simple, walk.refusal
         self.own_paths = walk.own
         self.own: dict[str, Callable[[], Tensor]] = {}
+        self.owned = False
         self.calls: dict[Any, Any] = {}
         self.signatures: dict[tuple[int, int, int], Any] = {}
 

@@ -83,6 +83,7 @@ class CoreOwner(nn.Module):
             core = self._core
             seen = look_again(core, self._seen if self._looked_at is core else None)
             self._register(seen)
+            seen.owned = True
             self.__dict__.update(_seen=seen, _looked_at=core)
             return seen
 

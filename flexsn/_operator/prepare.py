@@ -83,13 +83,14 @@ def prepare(
 
 class SourceOf:
     """A core on stand-ins of what it captures, made when a gradient is differentiated. Graphs of autograd, which
-    may hang from what a network holds, keep the core alive only where it leads to nothing else (`keep`)."""
+    may hang from what a network holds, keep a function alive (`keep`), unless a module holds it, and it may lead back to that."""
 
     def __init__(self, core: Any, seen: CapturedValues, sig: Signature):
         method = isinstance(core, types.MethodType)
         self.core: Any = weakref.WeakMethod(core) if method else weakref.ref(core)
         self.seen, self.sig, self.fingerprint = weakref.ref(seen), sig, seen.fingerprint
-        self.keep = self.core if isinstance(core, types.FunctionType) and seen.simple else None
+        function = isinstance(core, (types.FunctionType, functools.partial))
+        self.keep = self.core if function and (seen.simple or not seen.owned) else None
 
     def __call__(self) -> tuple[Callable, dict[str, Tensor]]:
         core, seen = self.core(), self.seen()

@@ -1,5 +1,7 @@
 """Every derivative of fused calls against the eager loop: forward mode, second and third derivatives, batches of cotangents."""
 
+import gc
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -196,6 +198,50 @@ def test_captured_tensors_and_layers():
         grads = torch.autograd.grad(loss, weights, create_graph=True)
         found.append(torch.autograd.grad(grads, weights, [torch.randn_like(g) for g in grads]))
     assert_same(*found)
+
+
+def of_an_inner_function(x, w, backend):
+    spike = surrogate.atan
+
+    def inner(x, v):
+        s = spike(v * w + x - 0.5)
+        return s, v * w + x - s
+
+    return flexsn.scan(inner, [x], [None], backend=backend).outputs[0]
+
+
+def of_an_inner_function_over_modules(x, w, backend):
+    layers = {"scale": w, "act": nn.PReLU(dtype=f64)}
+    return flexsn.scan(lambda x, v: (layers["act"](v * layers["scale"] + x), v + x), [x], [None], backend=backend).outputs[0]
+
+
+def of_a_neuron_that_changes_between_calls(x, w, backend):
+    neuron = flexsn.LIF(tau=2.0 + w[0], stateful=False, backend=backend)
+    low = neuron(4 * x)
+    neuron.v_threshold = 0.5
+    return low + neuron(4 * x)
+
+
+@pytest.mark.parametrize("run", [of_an_inner_function, of_an_inner_function_over_modules, of_a_neuron_that_changes_between_calls])
+def test_cores_that_are_gone_after_their_call(run):
+    """What a second derivative needs of them is there as long as the graph is."""
+    x, found = torch.randn(6, 3, dtype=f64), []
+    for backend in ("auto", "torch"):
+        w = torch.full((3,), 0.7, dtype=f64, requires_grad=True)
+        y = run(x, w, backend)
+        gc.collect()
+        (g,) = torch.autograd.grad(y.sin().sum(), w, create_graph=True)
+        found.append([g.detach(), *torch.autograd.grad(g.square().sum(), w)])
+    assert_same(*found)
+
+
+def test_a_core_that_captures_something_else_now():
+    scale, x = 2.0, torch.randn(4, 3, requires_grad=True)
+    neuron = flexsn.FlexSN(lambda x, v: ((x * scale).sin(), v + x), num_states=1, stateful=False)
+    (g,) = torch.autograd.grad(neuron(x).sum(), x, create_graph=True)
+    scale = 3.0
+    with pytest.raises(DoubleBackwardError, match="captures something else now"):
+        g.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
