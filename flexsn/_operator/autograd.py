@@ -279,7 +279,8 @@ def _along(call: run.Call, operands: Tensors, tangents: Tensors) -> list[Tensor 
     """Return the derivatives of the results of a call along tangents of its operands, None where there is none: of the dual core, in one
     more call."""
     if call.source is None:
-        raise DoubleBackwardError("is differentiated twice; an exported program holds one gradient", core=call.program.sig.core)
+        what = "is differentiated twice, or in forward mode; a compiled or exported call holds one gradient"
+        raise DoubleBackwardError(what, core=call.program.sig.core, hint="Call the network as it is where more are needed.")
     i, n = call.num_inputs, call.num_operands
     whole = [[None if t is None else as_rows(t, call.shapes.step, int(k < i)) for k, t in enumerate(ts[:n])] for ts in (operands, tangents)]
     values, along = [*whole[0], *operands[n:]], [*whole[1], *tangents[n:]]
