@@ -3,7 +3,8 @@
 The derivative along tangents `u` comes from two gradients: with `g(c)` the gradient for cotangents `c`, it is the gradient of `<g(c), u>`
 in `c`. So whatever autograd differentiates twice has one, surrogates and the user's own backwards among them.
 
-What it gains: `python benchmarks/derivatives.py` (the Hessian of three parameters of a Hodgkin-Huxley neuron over 1,000 steps).
+What it gains: the Hessian of three parameters of a Hodgkin-Huxley neuron over 1,000 steps takes 0.055 s by `torch.func.hessian` and 0.033 s
+by `create_graph=True`, where the eager loop takes 15.4 s and 7.5 s (`python benchmarks/derivatives.py`, two CPU cores, 2026-11-26).
 """
 
 from __future__ import annotations
