@@ -28,7 +28,7 @@ CONDUCTANCES = torch.tensor([120.0, 36.0, 0.3], dtype=torch.float64)
 TURNS = 20
 
 
-def hodgkin_huxley(x, v, m, h, n, g_na, g_k, g_l):  # noqa: PLR0913  so many has the neuron
+def hodgkin_huxley(x, v, m, h, n, g_na, g_k, g_l):  # noqa: PLR0913  the neuron has four states and three conductances
     """One step of the forward Euler method (Hodgkin and Huxley, J. Physiol. 1952); mV and ms."""
     opens, closes = 0.1 * (v + 40) / (1 - torch.exp(-(v + 40) / 10)), 4 * torch.exp(-(v + 65) / 18)
     recovers, inactivates = 0.07 * torch.exp(-(v + 65) / 20), 1 / (1 + torch.exp(-(v + 35) / 10))

@@ -1,6 +1,7 @@
 """Faults around a build: races, kills, disks and compilers that fail, forks. A call works or says what is wrong, and what
 comes after it works."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -236,16 +237,22 @@ def test_a_new_compiler_makes_old_entries_stale(nursery, copier, tmp_path):
 ELSEWHERE = "RuntimeWarning: flexsn: "
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 16 KiB: a mount of its own, where that is allowed."""
+@contextlib.contextmanager
+def mounted(tmp_path, options, otherwise):
+    """A disk of its own, where mounts are allowed; `otherwise`: what tests the same without."""
     place = tmp_path / "disk"
     place.mkdir(mode=0o700)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k,mode=700", "tmpfs", str(place)], capture_output=True, check=False)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"{options},mode=700", "tmpfs", str(place)], capture_output=True, check=False)
     if done.returncode != 0:
-        pytest.skip("mount is not allowed here; test_a_disk_that_fills_up injects the error")
+        pytest.skip(f"mount is not allowed here; {otherwise} injects the error")
     yield place
     subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    with mounted(tmp_path, "size=16k", "test_a_disk_that_fills_up") as place:
+        yield place
 
 
 def test_a_full_disk(nursery, small_disk):
@@ -256,14 +263,8 @@ def test_a_full_disk(nursery, small_disk):
 
 @pytest.fixture
 def disk_without_programs(tmp_path):
-    """A disk from which nothing may run: a mount of its own, where that is allowed."""
-    place = tmp_path / "disk"
-    place.mkdir(mode=0o700)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec,size=16m,mode=700", "tmpfs", str(place)], capture_output=True, check=False)
-    if done.returncode != 0:
-        pytest.skip("mount is not allowed here; test_launch_cpp.py injects the error")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with mounted(tmp_path, "noexec,size=16m", "test_launch_cpp.py") as place:
+        yield place
 
 
 def test_a_disk_that_runs_no_programs(nursery, disk_without_programs):
