@@ -1,13 +1,15 @@
 """Plan -> C++ source. Pure: no compiler, no device.
 
-The kernel is `run(arrays, dims, T, N, tile, threads)`: `arrays` in the order of `plan.arguments`, `dims` two numbers
-per param (`inner`, `count`: element i of the step reads param element `(i / inner) % count`). Threads share the tiles;
+The kernel is `run(arrays, numbers, dims, T, N, tile, threads)`: `arrays` in the order of `plan.arguments`, `numbers` the
+constants of the core, `dims` two numbers per param (`inner`, `count`: element i of the step reads param element
+`(i / inner) % count`). Threads share the tiles;
 a tile walks all of T with its states in cache; a row of a tile is computed in blocks, while what is read soon is asked
 for and what is finished is written; loops over the neurons of a block are vector loops.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Container, Sequence
@@ -18,7 +20,7 @@ from .._ir.graph import Graph, Node
 from .._ir.roles import Kind, of_kind
 from .._plan.plan import Array, KernelPlan
 from .cpp_ops import NEEDS, TEXTS
-from .language import Language, safe, title
+from .language import Language, numbers, safe, title
 
 STORAGE = {
     torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16", torch.bool: "bool8",
@@ -57,8 +59,10 @@ def _header(plan: KernelPlan) -> list[str]:
 class _Step:
     """The text of one row function."""
 
-    def __init__(self, name: str, comment: str):
-        self.name, self.comment = name, comment
+    def __init__(self, name: str, comment: str, plan: KernelPlan, graph: Graph):
+        self.name, self.comment, self.graph = name, comment, graph
+        constants = {a for n in graph.nodes for a in n.args}
+        self.numbers = {node: k for node, k in numbers(plan).items() if node in constants}
         self.parameters: list[str] = []
         self.arguments: list[str] = []
         self.top: list[str] = []
@@ -68,20 +72,22 @@ class _Step:
         self.parameters.append(f"{'const ' if const else ''}{ctype}* __restrict {name}")
         self.arguments.append(argument)
 
-    def text(self, graph: Graph) -> list[str]:
+    def text(self) -> list[str]:
+        language = dataclasses.replace(_CPP, constant=lambda node, _: self.numbers.get(node) or literal(node))
+        parameters = [*self.parameters, *(f"{COMPUTE[node.dtype]} {k}" for node, k in self.numbers.items())]
         return [
             f"// {self.comment}",
-            f"static inline void {self.name}(int64_t n, {', '.join(self.parameters)}) {{",
+            f"static inline void {self.name}(int64_t n, {', '.join(parameters)}) {{",
             "#pragma omp simd",
             "  for (int64_t i = 0; i < n; ++i) {",
-            *(f"    {line}" for line in [*self.top, *_CPP.statements(graph), *self.bottom]),
+            *(f"    {line}" for line in [*self.top, *language.statements(self.graph), *self.bottom]),
             "  }",
             "}",
             "",
         ]
 
     def call(self) -> str:
-        return f"{self.name}(m, {', '.join(f'{argument} + b' for argument in self.arguments)});"
+        return f"{self.name}(m, {', '.join([*(f'{argument} + b' for argument in self.arguments), *self.numbers.values()])});"
 
 
 def literal(node: Node) -> str:
@@ -118,11 +124,14 @@ _CPP = Language(
 # --- the frame around it --------------------------------------------------------------------------------------------------
 def _open(plan: KernelPlan) -> list[str]:
     """Return the lines that open `run`: its signature, its arrays, and what each thread does: its rows, and a loop over its tiles."""
-    lines = ['extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {']
+    sizes = "const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large"
+    lines = [f'extern "C" int run(void* const* arrays, const double* numbers, {sizes}) {{']
     for i, a in enumerate(plan.arguments):
         const = "const " if i < len(plan.reads) else ""
         ctype = const + STORAGE[a.storage]
         lines.append(f"  {ctype}* const {_pointer(a, i < len(plan.reads))} = static_cast<{ctype}*>(arrays[{i}]);")
+    for k, (node, name) in enumerate(numbers(plan).items()):
+        lines.append(f"  const {COMPUTE[node.dtype]} {name} = {COMPUTE[node.dtype]}(numbers[{k}]);")
     lines += [f"  huge_pages({a.role}_seq, T * N * sizeof({STORAGE[a.storage]}));" for a in plan.writes if a.kind == "sequence"]
     lines += [
         "  int failed = 0;",
@@ -249,8 +258,8 @@ def _is_spike(node: Node) -> bool:
 
 # --- forward ----------------------------------------------------------------------------------------------------------------
 def _forward(plan: KernelPlan) -> list[str]:
-    step = _Step("step", f"One step of {safe(plan.core)} on n neurons of a row.")
     graph = plan.step
+    step = _Step("step", f"One step of {safe(plan.core)} on n neurons of a row.", plan, graph)
     _operand_rows(step, graph, plan, "")
     for a in plan.carried:
         step.row(f"{a.role}_row", ROW[a.compute], f"{a.role}_row", const=False)
@@ -263,7 +272,7 @@ def _forward(plan: KernelPlan) -> list[str]:
             value = graph.outputs[a.role.to(Kind.STATE) if a.role.kind is Kind.STATES else a.role]
             step.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
             step.bottom.append(f"{a.role}_row[i] = {_stored(value, STORAGE[a.storage])};")
-    lines = [*step.text(graph), *_open(plan), "      for (int64_t t = 0; t < T; ++t) {"]
+    lines = [*step.text(), *_open(plan), "      for (int64_t t = 0; t < T; ++t) {"]
     for a in plan.writes:
         if a.kind == "checkpoint":
             row, ctype = f"{a.role.to(Kind.STATE)}_row", ROW[a.compute]
@@ -278,15 +287,15 @@ def _forward(plan: KernelPlan) -> list[str]:
 # --- backward -----------------------------------------------------------------------------------------------------------------
 def _backward(plan: KernelPlan) -> list[str]:
     assert plan.advance is not None
-    vjp, advance = plan.step, plan.advance
+    advance = plan.advance
     states = [a for a in plan.reads if a.kind == "checkpoint"]
-    ahead = _Step("advance", f"The states of {safe(plan.core)} one step on, on n neurons of a row.")
+    ahead = _Step("advance", f"The states of {safe(plan.core)} one step on, on n neurons of a row.", plan, advance)
     _operand_rows(ahead, advance, plan, "{}_row + (t - start) * tile")
     for role, node in advance.outputs.items():
         ahead.row(f"{role}_next", ROW[node.dtype], f"{role}_row + (t - start + 1) * tile", const=False)
         ahead.bottom.append(f"{role}_next[i] = {_stored(node, ROW[node.dtype])};")
     back = _vjp_step(plan)
-    lines = [*(ahead.text(advance) if states else []), *back.text(vjp), *_open(plan)]
+    lines = [*(ahead.text() if states else []), *back.text(), *_open(plan)]
     lines += [
         "      for (int64_t start = (T - 1) / K * K; start >= 0; start -= K) {",
         "        const int64_t end = start + K < T ? start + K : T;",
@@ -325,7 +334,7 @@ def _soon(plan: KernelPlan, recomputed: Container[str]) -> list[str]:
 
 def _vjp_step(plan: KernelPlan) -> _Step:
     vjp = plan.step
-    back = _Step("vjp", f"One step back: the vector-Jacobian product of {safe(plan.core)} on n neurons of a row.")
+    back = _Step("vjp", f"One step back: the vector-Jacobian product of {safe(plan.core)} on n neurons of a row.", plan, vjp)
     _operand_rows(back, vjp, plan, "{}_row + (t - start) * tile")
     sequences = {a.role: a for a in plan.reads if a.kind == "sequence"}
     for a in plan.carried:

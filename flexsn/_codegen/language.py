@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 from collections import Counter
@@ -69,6 +71,24 @@ class Language:
             return False
         plain = (torch.float32, torch.float64, torch.bool)
         return node.dtype in plain and user.dtype in plain and self.template(user).count(f"{{{index}}}") == 1
+
+
+_IN_TEXT = {"0.0", "-0.0", "1.0", "-1.0", "inf", "-inf", "nan"}  # numbers that a formula has whatever its constants are
+
+
+@functools.lru_cache(256)
+def numbers(plan: KernelPlan) -> dict[Node, str]:
+    """Return the constants that are arguments of a kernel, and their names there: `LIF(tau=2.0)` and `LIF(tau=3.0)` run one kernel."""
+    graphs = [g for g in (plan.step, plan.advance) if g is not None and not g.written]
+    taken = {n.name for g in graphs for n in [*g.nodes, *g.inputs.values()]}
+    names = (name for k in itertools.count() if (name := f"k{k}") not in taken)
+    used = dict.fromkeys(a for g in graphs for n in g.nodes for a in n.args if a.op == "const" and a.dtype.is_floating_point)
+    return {a: next(names) for a in used if repr(a.value) not in _IN_TEXT}
+
+
+def values(plan: KernelPlan) -> tuple[float, ...]:
+    """Return the values of `numbers(plan)`, in order."""
+    return tuple([node.value for node in numbers(plan)])
 
 
 def title(plan: KernelPlan, comment: str) -> list[str]:

@@ -6,7 +6,8 @@ are issued together, before its first step. The backward takes the rest and the 
 the states of each from its checkpoint, and keeps them in registers. For few steps (`plan.most`) there is at most one full chunk, and
 no checkpoint: the states at the start of the rest are those that the chunk leaves.
 
-The kernel is `<core>_forward(*plan.arguments, *(inner, count per param), T, N, given, BLOCK, AHEAD)`, or `_backward`; bit k
+The kernel is `<core>_forward(*plan.arguments, *(inner, count per param), *numbers, T, N, given, BLOCK, AHEAD)`, or `_backward`; `numbers`
+are the constants of the core, bit k
 of `given` says whether the k-th of `nullable(plan)` is there (where there are more than 31, `given_1` and so on follow it).
 AHEAD: also issue the next chunk's loads before this one's steps.
 """
@@ -23,7 +24,7 @@ from .._ir.graph import HALF, Graph, Node, Shape
 from .._ir.roles import Kind, Role, of_kind
 from .._plan.plan import Array, KernelPlan
 from .._version import __version__
-from .language import safe, title
+from .language import numbers, safe, title
 from .triton_values import COMPUTE, IMPORTS, TRITON, literal, smooth, template
 
 
@@ -76,7 +77,10 @@ def _call(results: Sequence[str], function: str, arguments: Sequence[str]) -> st
 def _computation(plan: KernelPlan, graph: Graph, name: str, comment: str, roles: Sequence[Role], results: Sequence[Role]) -> list[str]:
     """Return a function of one step: operands `roles`, in the form in which they lie in memory, to the outputs `results`."""
     fast = smooth(graph) if name == "vjp" else ()
-    language = dataclasses.replace(TRITON, template=functools.partial(template, fast=fast))
+    names = _numbers(plan, graph)
+    language = dataclasses.replace(
+        TRITON, template=functools.partial(template, fast=fast), constant=lambda node, user: names.get(node) or TRITON.constant(node, user)
+    )
     stored = {a.role: a.storage for a in plan.reads if a.kind in ("sequence", "param")}
     inside = {r: graph.inputs[r].name for r in roles}
     body = []
@@ -87,7 +91,13 @@ def _computation(plan: KernelPlan, graph: Graph, name: str, comment: str, roles:
     body += graph.written or language.statements(graph)
     operands = list(inside.values()) or ["mask"]  # without operands, `mask` tells the shape
     shape = f"{operands[0]}.shape"
-    return _function(name, operands, comment, body, [_result(graph.outputs[r], shape) for r in results])
+    return _function(name, [*operands, *names.values()], comment, body, [_result(graph.outputs[r], shape) for r in results])
+
+
+def _numbers(plan: KernelPlan, graph: Graph) -> dict[Node, str]:
+    """Return those of the kernel's numbers that a graph takes."""
+    taken = {a for n in graph.nodes for a in n.args}
+    return {node: name for node, name in numbers(plan).items() if node in taken}
 
 
 def _long(dtype: torch.dtype) -> str:
@@ -108,6 +118,8 @@ class _Frame:
     def __init__(self, plan: KernelPlan):
         self.plan = plan
         self.params = [a.role for a in plan.reads if a.kind == "param"]
+        self.numbers = list(numbers(plan).values())
+        self.constant = [*self.params, *self.numbers]  # what all steps take
         self.sequences = [a.role for a in plan.reads if a.kind == "sequence"]
         self.written = [a.role for a in plan.writes if a.kind == "sequence"]
         self.carried = [a.role for a in plan.carried]
@@ -121,8 +133,9 @@ class _Frame:
         plan = self.plan
         pointers = [self.pointer(a, i < len(plan.reads)) for i, a in enumerate(plan.arguments)]
         dims = [f"{r}_{d}" for r in self.params for d in ("inner", "count")]
-        parameters = [*pointers, *dims, "T", "N", *flags(plan), "BLOCK: tl.constexpr", "AHEAD: tl.constexpr"]
+        parameters = [*pointers, *dims, *self.numbers, "T", "N", *flags(plan), "BLOCK: tl.constexpr", "AHEAD: tl.constexpr"]
         lines = ["@triton.jit", f"def {kernel_name(plan)}({', '.join(parameters)}):", *self.describe()]
+        lines += [f"    {k} = tl.full((), {k}, {COMPUTE[node.dtype]})" for node, k in numbers(plan).items()]
         lines += ["    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "    mask = i < N"]
         for before, role in zip([None, *self.params], self.params, strict=False):
             sizes = f"i, N, {role}_inner, {role}_count"
@@ -194,15 +207,15 @@ def _forward(plan: KernelPlan) -> list[str]:
 
     at = [f"{r}_at" for r in f.written]
     body = ["for j in tl.static_range(L):"]
-    own = [f"{r}[j]" if r in f.sequences else r for r in operands] or ["mask"]
+    own = [*([f"{r}[j]" if r in f.sequences else r for r in operands] or ["mask"]), *_numbers(plan, plan.step).values()]
     body.append("    " + _call([*results, *(f"{v}_next" for v in states)], "step", own))
     body += [f"    {v} = tl.where(j < count, {v}_next, {v})" for v in states]
     body += [f"    tl.store({r}_at + j * N, {outputs[r]}, mask=mask & (j < count))" for r in f.written]
-    parameters = [*f.sequences, *at, *states, *f.params, "N", "mask", "count", "L: tl.constexpr"]
+    parameters = [*f.sequences, *at, *states, *f.constant, "N", "mask", "count", "L: tl.constexpr"]
     lines += _function("steps", parameters, "The first `count` of L steps, their inputs in registers.", body, states)
 
     def run(count: object, length: int) -> str:
-        return _call(states, "steps", [*f.sequences, *at, *states, *f.params, "N", "mask", f"count={count}", f"L={length}"])
+        return _call(states, "steps", [*f.sequences, *at, *states, *f.constant, "N", "mask", f"count={count}", f"L={length}"])
 
     def piece(length: int) -> list[str]:
         return [*_reads(f.sequences, "rest", length), run("rest", length)]
@@ -259,6 +272,7 @@ class _BackwardLoop:
         assert plan.advance is not None
         self.plan, self.frame, self.states, self.K = plan, frame, states, plan.chunk
         self.advance = [r if r not in frame.sequences else f"{r}[j]" for r in plan.advance.inputs] or ["mask"]
+        self.advance += _numbers(plan, plan.advance).values()
         self.needed = [r for r in plan.advance.inputs if r in frame.sequences]
         self.moving = [*frame.sequences, *frame.written]
 
@@ -274,13 +288,13 @@ class _BackwardLoop:
         body += [f"    {line}" for line in self.step_back()]
         body += [f"    tl.store({r}_at + j * N, {r}, mask=mask & (j < count))" for r in f.written]
         at = [f"{r}_at" for r in f.written]
-        parameters = [*f.sequences, *at, *states, *f.carried, *f.params, "N", "mask", "count", "L: tl.constexpr"]
+        parameters = [*f.sequences, *at, *states, *f.carried, *f.constant, "N", "mask", "count", "L: tl.constexpr"]
         comment = "The first `count` of L steps: the states on from the first, then the gradients back."
         return lines + _function("steps", parameters, comment, body, f.carried)
 
     def after(self) -> list[str]:
         body = ["for j in tl.static_range(L):", "    " + _call(self.states, "advance", self.advance)]
-        parameters = [*self.needed, *self.states, *self.frame.params, "mask", "L: tl.constexpr"]
+        parameters = [*self.needed, *self.states, *self.frame.constant, "mask", "L: tl.constexpr"]
         return _function("after", parameters, "The states L steps on.", body, self.states)
 
     def step_back(self) -> list[str]:
@@ -291,7 +305,8 @@ class _BackwardLoop:
         given = {r: f"{r} + {s}[j].to({r}.dtype)" if s in f.sequences else r for r, s in own_sequences.items()}
         own = {r: f"{r}[j]" for r in f.sequences} | {v: f"{v}_all[j]" for v in self.states} | given
         results = [f"{r}_step" if r in f.carried else r for r in step.outputs]
-        lines = [_call(results, "vjp", [own.get(r, r) for r in step.inputs] or ["mask"])]
+        operands = [own.get(r, r) for r in step.inputs] or ["mask"]
+        lines = [_call(results, "vjp", [*operands, *_numbers(self.plan, step).values()])]
         for r in f.carried:
             new = f"{r}_step" if r in cotangents else f"{r} + {r}_step"
             lines.append(f"{r} = tl.where(j < count, {new}, {r})")
@@ -301,7 +316,7 @@ class _BackwardLoop:
     def run(self, count: object, length: int, at: str = "") -> str:
         f = self.frame
         places = [f"{r}_at{at}" for r in f.written]
-        own = [*f.sequences, *places, *self.states, *f.carried, *f.params, "N", "mask", f"count={count}", f"L={length}"]
+        own = [*f.sequences, *places, *self.states, *f.carried, *f.constant, "N", "mask", f"count={count}", f"L={length}"]
         return _call(f.carried, "steps", own)
 
     def back(self, length: object) -> list[str]:
@@ -319,7 +334,7 @@ class _BackwardLoop:
         """Return the lines that take the states on through `length` steps."""
         if not self.states:
             return []
-        call = _call(self.states, "after", [*self.needed, *self.states, *self.frame.params, "mask", f"L={length}"])
+        call = _call(self.states, "after", [*self.needed, *self.states, *self.frame.constant, "mask", f"L={length}"])
         return [*_reads(self.needed, length, length, at=at), call]
 
     # --- the loop ----------------------------------------------------------------------------------------------------

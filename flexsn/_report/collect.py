@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.signature import core_name
+from .._codegen.language import numbers
 from .._operator.autograd import run_call
 from .._operator.call import Call
 from .._operator.dispatch import read_by
@@ -241,14 +242,21 @@ def _describe_graphs(report: Report, subject: Subject, call: Call) -> None:
 
 def _pass(name: str, launch: Launch, call: Call) -> Pass:
     made, kernel = launch.kernel.plan, launch.kernel
+    compiled = isinstance(kernel, launch_cpp.Kernel)
     backward = made.advance.nodes if made.advance is not None else []
     counted = Counter(n.op for n in (*made.step.nodes, *backward))
     return Pass(
         name=name, plan=str(made), chunk=made.chunk, bytes_read=made.bytes_per_step(made.reads),
         bytes_written=made.bytes_per_step(made.writes), operations=dict(counted.most_common()), recomputed=len(backward),
-        launch=_launch_facts(kernel, call), bytes_moved=_bytes_moved(made, call), source=kernel.source,
-        language="cpp" if isinstance(kernel, launch_cpp.Kernel) else "python",
+        launch=_launch_facts(kernel, call), bytes_moved=_bytes_moved(made, call),
+        source=_with_numbers(made, kernel.source, "//" if compiled else "#"), language="cpp" if compiled else "python",
     )  # fmt: skip
+
+
+def _with_numbers(made: KernelPlan, source: str, comment: str) -> str:
+    """A kernel's source under a line that says which numbers this call passes."""
+    listed = ", ".join(f"{name} = {node.value!r}" for node, name in numbers(made).items())
+    return f"{comment} called with {listed}\n{source}" if listed else source
 
 
 def _bytes_moved(made: KernelPlan, call: Call) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .._codegen.language import values
 from .._plan.plan import KernelPlan
 from ..errors import BackendUnavailableError, BuildError
 from . import cpp_compiler as launch_compiler
@@ -55,17 +56,18 @@ _PROBE = '#include "tile.h"\nextern "C" int run(int threads) { flexsn::parallel(
 _TILE = {"forward": (256 * 1024, 4096), "streamed": (256 * 1024, 2048), "backward": (144 * 1024, 8192)}
 _GRAIN = 32768  # neuron-steps that are worth a thread
 _lock = threading.Lock()  # held for look-ups alone
-_kernels: MutableMapping[str, Kernel] = weakref.WeakValueDictionary()
+_kernels: MutableMapping[tuple, Kernel] = weakref.WeakValueDictionary()  # by the key of the source, and the numbers
 _builds: dict[str, Future[Kernel]] = {}  # those under way
 
 
 class Kernel:
-    """A loaded library and the plan that its function `symbol` runs."""
+    """A loaded library and the plan that its function `symbol` runs; plans that differ in numbers alone share a library file."""
 
     def __init__(self, plan: KernelPlan, source: str, path: Path, symbol: str = "run"):
         self.plan, self.source, self.path = plan, source, path
         self._run = _entry_point(path, self, symbol)
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
+        self._run.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
+        self._numbers = struct.pack(f"={len(values(plan))}d", *values(plan))
         self._step_bytes = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
         self._tile = functools.lru_cache(functools.partial(tile_length, plan))
 
@@ -91,7 +93,7 @@ class Kernel:
                 addresses(arrays)  # raises for those that have elements
             for place in absent:
                 pointers.insert(place, 0)
-            if self._run(pack_pointers(*pointers), pack_dims(*dims), T, N, *(fixed or self.cut(T, N))):
+            if self._run(pack_pointers(*pointers), self._numbers, pack_dims(*dims), T, N, *(fixed or self.cut(T, N))):
                 raise MemoryError("flexsn: no memory for the scratch rows of a tile")
 
         return run
@@ -159,13 +161,13 @@ def load(plan: KernelPlan, source: str) -> Kernel | Later:
         BackendUnavailableError: there is no C++ compiler.
         BuildError: the compiler failed, or no disk takes what it makes.
     """
-    key = _key(source)
+    key, numbers = _key(source), values(plan)
     if (wanted := getattr(_here, "wanted", None)) is not None and not launch_cache.trusted(launch_cache.folder() / f"{key}.so"):
         wanted[key] = plan, source
         return Later(plan, source)
     while True:
         with _lock:
-            kernel, build = _kernels.get(key), _builds.get(key)
+            kernel, build = _kernels.get((key, *numbers)), _builds.get(key)
             if kernel is not None:
                 return kernel
             if build is None:
@@ -173,11 +175,9 @@ def load(plan: KernelPlan, source: str) -> Kernel | Later:
         if build is None:
             return _settle(own, plan, source, key)
         error = build.exception()  # waits
-        if error is None:
-            return build.result()
         if isinstance(error, Exception):
             raise copy.copy(error) from error
-        # that thread was interrupted: this one tries
+        # it is built, perhaps for other numbers, or that thread was interrupted: this one looks again
 
 
 def start(plan: KernelPlan, source: str) -> None:
@@ -188,7 +188,7 @@ def start(plan: KernelPlan, source: str) -> None:
     """
     key = _key(source)
     with _lock:
-        known = key in _kernels or key in _builds
+        known = key in _builds
     if not known and not hasattr(_here, "wanted") and not (launch_cache.folder() / f"{key}.so").exists():
         launch_compiler.in_background(functools.partial(load, plan, source))
 
@@ -236,7 +236,7 @@ def _settle(build: Future[Kernel], plan: KernelPlan, source: str, key: str) -> K
         build.set_exception(error)
         raise
     with _lock:
-        _kernels[key] = kernel
+        _kernels[(key, *values(plan))] = kernel
         _builds.pop(key, None)
     build.set_result(kernel)
     return kernel

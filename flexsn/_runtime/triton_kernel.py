@@ -8,6 +8,7 @@ run on CPU tensors, slowly: for tests.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -25,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._codegen.language import numbers, values
 from .._codegen.triton import flags, kernel_name, nullable, packed, render
-from .._codegen.triton_values import STORAGE
+from .._codegen.triton_values import COMPUTE, STORAGE
 from .._plan.plan import KernelPlan, chunks
 from .._torch.cuda import current_stream, interpreter_exits, triton_launch
 from ..errors import BackendUnavailableError, BuildError
@@ -71,10 +73,10 @@ _AS_EAGER = {"enable_fp_fusion": False, "enable_reflect_ftz": False}  # no fused
 
 
 class Kernel:
-    """A rendered plan, its function, and the binaries made of it: one per tile and GPU."""
+    """A rendered plan, its function, and the binaries made of it: one per tile and GPU. Plans that differ in numbers alone share them."""
 
     def __init__(self, plan: KernelPlan, source: str):
-        self.plan, self.source = plan, source
+        self.plan, self.source, self._numbers = plan, source, values(plan)
         self.function = _define(source, kernel_name(plan))
         self._builds: dict[tuple[Tile, int], Future] = {}
         self._unasked: set[tuple[Tile, int]] = set()  # of these, those for which nobody waits
@@ -83,7 +85,16 @@ class Kernel:
         self._loaded: dict[tuple[Tile, int], Any] = {}
         self._ready: dict[tuple[int, int, bool], tuple] = {}
         self.tiles = MeasuredTiles(source)
+        self._shared: Kernel | None = None  # is found as long as this one lives
         self._nullable = [plan.arguments.index(a) for a in nullable(plan)]
+
+    def with_numbers(self, plan: KernelPlan) -> Kernel:
+        """Return the kernel of a plan that differs from this one's in numbers alone."""
+        if values(plan) == self._numbers:
+            return self
+        other = copy.copy(self)  # what is built is of both
+        other.plan, other._numbers, other._shared = plan, values(plan), self
+        return other
 
     def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
         """Return what runs it over T steps of N neurons, on the current device.
@@ -94,7 +105,7 @@ class Kernel:
         Returns:
             `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param.
         """
-        given = packed([present[place] for place in self._nullable])
+        sizes = (*self._numbers, T, N, *packed([present[place] for place in self._nullable]))
         absent = [place for place, there in enumerate(present) if not there]
 
         def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
@@ -107,11 +118,11 @@ class Kernel:
                 pointers.insert(place, 0)
             key = N, index, not address % 16
             launch, grid, function, fixed, constants = self._ready.get(key) or self.prepare(*key)
-            launch(grid, 1, 1, current_stream(index), function, *fixed, *pointers, *dims, T, N, *given, *constants)
+            launch(grid, 1, 1, current_stream(index), function, *fixed, *pointers, *dims, *sizes, *constants)
 
         def interpret(arrays: list[Tensor], dims: Sequence[int]) -> None:
             there = iter(arrays)
-            self._interpret([next(there) if is_there else None for is_there in present], dims, T, N, given)
+            self._interpret([next(there) if is_there else None for is_there in present], dims, sizes)
 
         if T == 0 or N == 0:
             return lambda arrays, dims: None
@@ -121,9 +132,9 @@ class Kernel:
         """Run with all arrays given, by a tile."""
         index = arrays[-1].device.index
         launch, grid, function, fixed, constants = _ready(self._binary(self.expect_tile(tile, index), tile, index), N, tile)
-        given = packed([True] * len(self._nullable))
+        sizes = (*self._numbers, T, N, *packed([True] * len(self._nullable)))
         with torch.cuda.device(index):
-            launch(grid, 1, 1, current_stream(index), function, *fixed, *addresses(arrays), *dims, T, N, *given, *constants)
+            launch(grid, 1, 1, current_stream(index), function, *fixed, *addresses(arrays), *dims, *sizes, *constants)
 
     def prepare(self, N: int, index: int, aligned: bool) -> tuple:
         """Return what launches the binary for N neurons on a GPU."""
@@ -218,7 +229,8 @@ class Kernel:
         """
         triton = _triton()
         kinds = [f"*{STORAGE[a.storage]}" for a in self.plan.arguments]
-        kinds += ["i64"] * (2 * sum(a.kind == "param" for a in self.plan.reads)) + ["i32", "i64"]
+        kinds += ["i64"] * (2 * sum(a.kind == "param" for a in self.plan.reads))
+        kinds += [*(COMPUTE[node.dtype].replace("tl.float", "fp") for node in numbers(self.plan)), "i32", "i64"]
         size = len(kinds) - 1
         kinds += [*(["i32"] * len(flags(self.plan))), "constexpr", "constexpr"]
         constants = {(len(kinds) - 2,): tile.block, (len(kinds) - 1,): tile.ahead}
@@ -234,14 +246,15 @@ class Kernel:
                 hint="Run `flexsn.scan(..., backend='torch')` meanwhile, and report the core: generated source should always build.",
             ) from error
 
-    def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], T: int, N: int, given: Sequence[int]) -> None:
+    def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], sizes: Sequence[Any]) -> None:
+        N = sizes[len(self._numbers) + 1]
         block = min(128 if N <= 4096 else 1024, 1 << (N - 1).bit_length())
         addresses([t for t in arrays if t is not None])
         present = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         taken = [t.float() if t.dtype is torch.bfloat16 else t for t in present]  # the interpreter rounds bfloat16 towards zero
         with _interpreter, warnings.catch_warnings():  # the interpreter's own, and NumPy's on values that GPUs take silently
             warnings.simplefilter("ignore")
-            self.function[(math.ceil(N / block),)](*taken, *dims, T, N, *given, BLOCK=block, AHEAD=True)
+            self.function[(math.ceil(N / block),)](*taken, *dims, *sizes, BLOCK=block, AHEAD=True)
         for given_one, used in list(zip(present, taken, strict=True))[len(self.plan.reads) :]:
             if used is not given_one:
                 given_one.copy_(used)
@@ -323,4 +336,4 @@ def load(plan: KernelPlan, source: str) -> Kernel:
         kernel = _kernels.get(key)
         if kernel is None:
             kernel = _kernels[key] = Kernel(plan, source)
-        return kernel
+        return kernel.with_numbers(plan)

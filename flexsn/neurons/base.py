@@ -24,7 +24,7 @@ class Neuron(FlexSN):
     """A neuron of the zoo: a `FlexSN` whose core is a function of this package with its constants filled in.
 
     A subclass names its core, `class LIF(Neuron, core=lif, start=("v_leak",))`, and takes the constants of that core, by
-    its names and with its defaults. A number is a constant of the kernel; a tensor broadcasts to one step `[*shape]` as
+    its names and with its defaults. A number is an argument of the kernel; a tensor broadcasts to one step `[*shape]` as
     PyTorch broadcasts, and is a parameter or a buffer of the module. All of them are attributes: `neuron.tau`,
     `neuron.v_threshold = 0.5`.
 

@@ -33,6 +33,7 @@ import flexsn
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._codegen import triton as render_triton
+from flexsn._codegen.language import values
 from flexsn._plan import plan
 from flexsn._program import compiled as compiling
 from flexsn._runtime import triton_kernel as launch_triton
@@ -591,12 +592,13 @@ def watched(monkeypatch):
         touches(pointers, mask, True)
         return store(self, pointers, value, mask, *rest)
 
-    def interpret(self, arrays, dims, T, N, given):
+    def interpret(self, arrays, dims, sizes):
+        N = sizes[len(values(self.plan)) + 1]
         held = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         spans[:] = [(t.data_ptr(), t.data_ptr() + t.nbytes, i >= len(self.plan.reads)) for i, t in enumerate(arrays) if t is not None]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.function[(-(-N // 4),)](*held, *dims, T, N, *given, BLOCK=4, AHEAD=ahead[0])
+            self.function[(-(-N // 4),)](*held, *dims, *sizes, BLOCK=4, AHEAD=ahead[0])
 
     monkeypatch.setattr(builder, "create_masked_load", watched_load)
     monkeypatch.setattr(builder, "create_masked_store", watched_store)

@@ -21,7 +21,7 @@ static inline void advance(int64_t n, const float* __restrict x0_row, const floa
 }
 
 // One step back: the vector-Jacobian product of lif on n neurons of a row.
-static inline void vjp(int64_t n, const float* __restrict x0_row, const float* __restrict v0_row, const float* __restrict gy0_row, const float* __restrict p0_row, const float* __restrict p1_row, float* __restrict gv0_row, float* __restrict gp0_row, float* __restrict gp1_row, float* __restrict gx0_row) {
+static inline void vjp(int64_t n, const float* __restrict x0_row, const float* __restrict v0_row, const float* __restrict gy0_row, const float* __restrict p0_row, const float* __restrict p1_row, float* __restrict gv0_row, float* __restrict gp0_row, float* __restrict gp1_row, float* __restrict gx0_row, float k0) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const float x = x0_row[i];
@@ -35,7 +35,7 @@ static inline void vjp(int64_t n, const float* __restrict x0_row, const float* _
     const float t4 = h - v_th;  // cores.py:17: s = surrogate.atan(h - v_th)
     const float s = flexsn::convert<float>((t4 >= 0.0f));
     const float t7 = 1.0f - s;  // cores.py:18: return s, h * (1.0 - s)
-    const float t13 = t4 * 3.1415927410125732f;
+    const float t13 = t4 * k0;
     const float t17 = (grad_0 - (grad_1 * h)) * (1.0f / ((t13 * t13) + 1.0f));
     const float t18 = flexsn::neg(t17);
     const float t19 = (grad_1 * t7) + t17;
@@ -49,7 +49,7 @@ static inline void vjp(int64_t n, const float* __restrict x0_row, const float* _
   }
 }
 
-extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {
+extern "C" int run(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {
   const float* const x0_seq = static_cast<const float*>(arrays[0]);
   const float* const gy0_seq = static_cast<const float*>(arrays[1]);
   const float* const p0_seq = static_cast<const float*>(arrays[2]);
@@ -61,6 +61,7 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
   float* const gv0_last = static_cast<float*>(arrays[8]);
   float* const gp0_last = static_cast<float*>(arrays[9]);
   float* const gp1_last = static_cast<float*>(arrays[10]);
+  const float k0 = float(numbers[0]);
   huge_pages(gx0_seq, T * N * sizeof(float));
   int failed = 0;
   parallel(threads, [=, &failed](int thread, int threads) {
@@ -104,7 +105,7 @@ extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t 
             const int64_t m = up_to(BLOCK, n - b);
             if (start > 0) prefetch_far(x0_seq + (start - K + (end - 1 - t)) * N + begin + b, m);
             if (t > 0) prefetch(gy0_seq + (t - 1) * N + begin + b, m);
-            vjp(m, x0_row + b, v0_row + (t - start) * tile + b, gy0_row + b, p0_row + b, p1_row + b, gv0_row + b, gp0_row + b, gp1_row + b, gx0_row + b);
+            vjp(m, x0_row + b, v0_row + (t - start) * tile + b, gy0_row + b, p0_row + b, p1_row + b, gv0_row + b, gp0_row + b, gp1_row + b, gx0_row + b, k0);
             if (!full || large) flush(gx0_seq + t * N + begin + b, gx0_row + b, up_to(m, size - b), large);
           }
         }

@@ -21,7 +21,7 @@ static inline void step(int64_t n, const float* __restrict x0_row, const float* 
   }
 }
 
-extern "C" int run(void* const* arrays, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {
+extern "C" int run(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {
   const float* const x0_seq = static_cast<const float*>(arrays[0]);
   const float* const p0_seq = static_cast<const float*>(arrays[1]);
   const float* const p1_seq = static_cast<const float*>(arrays[2]);
