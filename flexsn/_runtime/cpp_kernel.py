@@ -284,7 +284,7 @@ def _from_folder(plan: KernelPlan, source: str, path: Path) -> Kernel:
 
 
 def _key(source: str) -> str:
-    parts = (source, _header_text(), " ".join(_FLAGS), *launch_compiler.identity(), _processor(), torch.__version__, *_libraries(source))
+    parts = (source, _header_text(), " ".join(_FLAGS), *launch_compiler.identity(), _processor(), torch.__version__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -311,13 +311,13 @@ def has_sleef() -> bool:
     return platform.machine() == "x86_64" and library.exists() and hasattr(ctypes.CDLL(str(library)), "Sleef_expf8_u10")
 
 
-def _libraries(source: str) -> list[str]:
-    """Return what a kernel is linked with. PyTorch's own library leads to the OpenMP runtime that it uses, the one whose threads run here
-    too, and has the vector maths: it is needed, whatever the linker thinks."""
-    libraries = ["-Wl,--no-as-needed", str(_TORCH / "lib" / "libtorch_cpu.so")]
-    if "#include <ATen" in source:
-        libraries.append(str(_TORCH / "lib" / "libc10.so"))
-    return libraries
+def _torch_stub(command: str, folder: Path) -> Path:
+    """Return an empty library of the name of PyTorch's own, for the linker alone, which takes longer to read the real one than a kernel to
+    compile. Where a kernel is loaded, the real one is there: it has the vector maths, and leads to the OpenMP runtime whose threads run
+    kernels, too."""
+    stub = folder / "libtorch_cpu.so"
+    launch_compiler.run([command, "-shared", "-nostdlib", f"-Wl,-soname,{stub.name}", "-x", "c", os.devnull, "-o", str(stub)], folder)
+    return stub
 
 
 def _build(source: str, path: Path, symbol: str = "run") -> None:
@@ -346,7 +346,8 @@ def _library(source: str, folder: Path, symbol: str, flags: Sequence[str], told:
     if "#include <ATen" in source:
         more.append(f"-I{_TORCH / 'include'}")
     launch_compiler.run([command, *flags, *more, "-c", str(text), "-o", str(compiled)], folder, told)
-    launch_compiler.run([command, "-shared", str(compiled), "-o", str(library), *_libraries(source), "-lm"], folder)
+    stub = _torch_stub(command, folder)
+    launch_compiler.run([command, "-shared", str(compiled), "-o", str(library), "-Wl,--no-as-needed", str(stub), "-lm"], folder)
     if not library.is_file():
         raise BuildError(f"the compiler {command} says that it succeeded, and made no library", hint="Set $CXX to another one.")
     _entry_point(library, None, symbol)
