@@ -68,6 +68,7 @@ class KernelPlan:
         carried: rows that live from step to step: states, cotangents of states, sums.
         chunk: steps from checkpoint to checkpoint.
         longest: the chunk of the kernel for any number of steps, if this one is for few.
+        numbers: whether constants of the core are arguments of the kernel, which serves others then; else they are part of its text.
     """
 
     core: str
@@ -78,6 +79,7 @@ class KernelPlan:
     carried: tuple[Array, ...]
     chunk: int
     longest: int | None = None
+    numbers: bool = True
 
     @property
     def step(self) -> Graph:
