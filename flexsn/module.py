@@ -62,7 +62,6 @@ class FlexSN(CoreOwner):
         backend: `"auto"`, `"cpp"`, `"triton"` (also named `"inductor"`), `"torch"` (the eager loop) or `"hop"`; see `scan`.
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
         strict: make `"auto"` raise where it would fall back to the eager loop.
-        tune: as in `flexsn.scan`: measure the kernels' tiles at the sizes of the first call.
         stateful: carry states from call to call. `"detached"`: their values only, so that a backward ends where its call
             began (truncated BPTT), and no graph outlives its backward. With False every call starts anew, and there is nothing to
             reset. Under `torch.compile` both train faster than True: a graph that returns states with gradients is given zeros for
@@ -98,7 +97,6 @@ class FlexSN(CoreOwner):
         *,
         params: Sequence[Tensor] | Tensor = (),
         strict: bool = False,
-        tune: bool = False,
         stateful: Stateful = True,
         initial_states: InitialStates | None = None,
     ):
@@ -119,7 +117,7 @@ class FlexSN(CoreOwner):
         for param_name, param in zip(self.param_names, params, strict=True):
             self.params.register(param_name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
         self.requires_grad_flags = gradient_flags(requires_grad, self.num_inputs, self.num_states, name)
-        self.step_mode, self.backend, self.store_state_seqs, self.strict, self.tune = step_mode, backend, store_state_seqs, strict, tune
+        self.step_mode, self.backend, self.store_state_seqs, self.strict = step_mode, backend, store_state_seqs, strict
         self.stateful = stateful
         self.initial_states = checked_start(initial_states, self.num_states, name)
         self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
@@ -285,7 +283,7 @@ class FlexSN(CoreOwner):
             seen = self.captured_values()
             finals, trail, outputs = run_core(
                 self._looked_at, seen, inputs, tuple(states), params, backend=self.backend, strict=self.strict,
-                sequences=sequences, num_outputs=self.num_outputs, tune=self.tune,
+                sequences=sequences, num_outputs=self.num_outputs,
             )  # fmt: skip
         return outputs, finals, trail if sequences else None
 

@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from gpu import NEURONS, arrays, copy_rate, launch, plans, program, sequence_bytes
 
 from flexsn._codegen import triton as render_triton
-from flexsn._operator.autotune import CANDIDATES
 from flexsn._plan.plan import checkpoints
 from flexsn._runtime import triton_tiles
 from flexsn._runtime.triton_kernel import Kernel
@@ -38,6 +37,11 @@ SIZES = {
     "adaptive_lif": [(4, 8_388_608, "float32"), (32, 1_605_632, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32")],
     "hodgkin_huxley": [(32, 1_605_632, "float32"), (1024, 16_384, "float32")],
 }  # fmt: skip
+CANDIDATES = tuple(
+    Tile(block, warps, ahead, aligned)
+    for block, warps, aligned in ((64, 2, False), (128, 4, False), (128, 2, True), (256, 4, True), (256, 2, True), (512, 4, True))
+    for ahead in (False, True)
+)
 CHUNKS = {"lif_sigmoid": [4, 8, 16], "adaptive_lif": [4, 8], "hodgkin_huxley": [1, 2, 4]}
 
 

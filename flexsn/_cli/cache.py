@@ -16,7 +16,6 @@ from .._runtime.disk_cache import folder as cache_folder
 from .outcome import Outcome
 
 _KERNEL = re.compile(r"[0-9a-f]{32}\.(so|cpp|sha256)")  # the names that `launch_cache.publish` gives
-_TILES = re.compile(r"[0-9a-f]{32}\.(json|\d+\.part)")  # and `MeasuredTiles`, in the subfolder "tiles"; a part is of a write cut off
 
 
 def add_cache(commands: Any) -> list[argparse.ArgumentParser]:
@@ -31,7 +30,7 @@ def add_cache(commands: Any) -> list[argparse.ArgumentParser]:
 
 
 def inspect_cache() -> dict[str, Any]:
-    """Place, number of kernels and of GPU kernels whose tiles were measured, bytes, and seconds since the youngest was built."""
+    """Place, number of kernels, bytes, and seconds since the youngest was built."""
     folder = cache_folder()
     files = _files(folder)
     kernels = [f for f in files if f.suffix == ".so"]
@@ -39,7 +38,6 @@ def inspect_cache() -> dict[str, Any]:
     return {
         "folder": str(folder),
         "kernels": len(kernels),
-        "tuned": _tuned(files),
         "bytes": sum(f.stat().st_size for f in files),
         "youngest_s": None if newest is None else max(0.0, time.time() - newest),
         "set_by": "FLEXSN_CACHE_DIR" if os.environ.get("FLEXSN_CACHE_DIR") else "default",
@@ -49,14 +47,7 @@ def inspect_cache() -> dict[str, Any]:
 
 def _files(folder: Path) -> list[Path]:
     """What flexsn wrote there; nothing else is looked at, and nothing else is removed."""
-    tiles = folder / "tiles"
-    found = [f for f in folder.iterdir() if _KERNEL.fullmatch(f.name)]
-    found += [f for f in tiles.iterdir() if _TILES.fullmatch(f.name)] if tiles.is_dir() and not tiles.is_symlink() else []
-    return sorted(f for f in found if f.is_file() and not f.is_symlink())
-
-
-def _tuned(files: list[Path]) -> int:
-    return sum(f.suffix == ".json" for f in files)
+    return sorted(f for f in folder.iterdir() if _KERNEL.fullmatch(f.name) and f.is_file() and not f.is_symlink())
 
 
 def show(found: dict[str, Any]) -> Outcome:
@@ -69,13 +60,8 @@ def show(found: dict[str, Any]) -> Outcome:
 
 
 def _told(found: dict[str, Any]) -> str:
-    """`12 CPU kernels, measured tiles for 1 GPU kernel, 340 kB`; without the tiles where none were measured."""
-    tiles = [f"measured tiles for {_count(found['tuned'], 'GPU kernel')}"] if found["tuned"] else []
-    return ", ".join([_count(found["kernels"], "CPU kernel"), *tiles, total(found["bytes"])])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+    """`12 CPU kernels, 340 kB`."""
+    return f"{found['kernels']} CPU kernel{'s' if found['kernels'] != 1 else ''}, {total(found['bytes'])}"
 
 
 def clear_cache(dry: bool) -> Outcome:
@@ -90,7 +76,7 @@ def clear_cache(dry: bool) -> Outcome:
             file.unlink(missing_ok=True)
         for build in left:
             shutil.rmtree(build, ignore_errors=True)
-    data = {"folder": str(folder), "kernels": kernels, "tuned": _tuned(files), "bytes": freed, "removed": not dry}
+    data = {"folder": str(folder), "kernels": kernels, "bytes": freed, "removed": not dry}
     return Outcome(f"{'would remove' if dry else 'removed'} {_told(data)}, from {folder}", data)
 
 

@@ -17,7 +17,6 @@ from .._torch.autograd import call_modes, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active
 from ..errors import BackendUnavailableError, CannotFuseError, StaleStateError
-from . import autotune as tuning
 from . import call as run
 from . import dtensor as sharding
 from .autograd import record, run_call
@@ -29,7 +28,7 @@ from .prepare import PLAIN, prepare, refuse_freed
 @unseen_by_dynamo
 def run_core(
     core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], *,
-    backend: str, strict: bool, sequences: bool, num_outputs: int | None = None, tune: bool = False,
+    backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Run a call as calls of its kind before it, or check it, choose a backend, and compile it.
 
@@ -40,9 +39,7 @@ def run_core(
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
     modes = call_modes()
-    kinds: Any = (
-        None if modes is None else [modes, counts, backend, sequences, num_outputs, tune, _tied(captured) if len(captured) > 1 else ()]
-    )
+    kinds: Any = None if modes is None else [modes, counts, backend, sequences, num_outputs, _tied(captured) if len(captured) > 1 else ()]
     alive: list[Tensor | None] = []
     for t in tensors if modes is not None else ():  # a plain loop: every call comes here
         if t is None:
@@ -81,14 +78,14 @@ def run_core(
     with fork.undisturbed() if fork.disturbed() else contextlib.nullcontext():
         return _run_first(
             core, seen, inputs, states, params, captured, key, backend=backend, strict=strict, sequences=sequences,
-            num_outputs=num_outputs, tune=tune,
+            num_outputs=num_outputs,
         )  # fmt: skip
 
 
 def _run_first(
     core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
     params: tuple[Tensor, ...], captured: dict[str, Tensor], key: tuple | None, *, backend: str, strict: bool, sequences: bool,
-    num_outputs: int | None, tune: bool,
+    num_outputs: int | None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Check a call, choose a backend, run; keep under `key` how."""
     tensors = (*inputs, *states, *params, *captured.values())
@@ -108,8 +105,6 @@ def _run_first(
     if backend != "torch":
         try:
             call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
-            if tune and type(call) is run.Call:
-                tuning.tune(call)
             results = run_call(call, read_by(call, tensors, captured))
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:

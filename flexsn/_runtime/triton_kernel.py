@@ -34,7 +34,7 @@ from .._torch.cuda import current_stream, interpreter_exits, triton_launch
 from ..errors import BackendUnavailableError, BuildError
 from . import triton_passes, triton_tiles
 from .memory import addresses, data_ptr
-from .triton_tiles import MeasuredTiles, Tile
+from .triton_tiles import Tile
 
 _lock = threading.Lock()
 _interpreter = threading.Lock()  # it patches Triton's language while it runs: one thread at a time
@@ -87,7 +87,6 @@ class Kernel:
         self._others: list[Kernel] = []  # for other numbers of steps
         self._loaded: dict[tuple[Tile, int], Any] = {}
         self._ready: dict[tuple[int, int, bool], tuple] = {}
-        self.tiles = MeasuredTiles(source)
         self._shared: Kernel | None = None  # is found as long as this one lives
         self._nullable = [plan.arguments.index(a) for a in nullable(plan)]
 
@@ -131,14 +130,6 @@ class Kernel:
             return lambda arrays, dims: None
         return interpret if interpreted() else run
 
-    def run_tile(self, tile: Tile, arrays: Sequence[Tensor], dims: Sequence[int], T: int, N: int) -> None:
-        """Run with all arrays given, by a tile."""
-        index = arrays[-1].device.index
-        launch, grid, function, fixed, constants = _ready(self._binary(self.expect_tile(tile, index), tile, index), N, tile)
-        sizes = (*self._numbers, T, N, *packed([True] * len(self._nullable)))
-        with torch.cuda.device(index):
-            launch(grid, 1, 1, current_stream(index), function, *fixed, *addresses(arrays), *dims, *sizes, *constants)
-
     def prepare(self, N: int, index: int, aligned: bool) -> tuple:
         """Return what launches the binary for N neurons on a GPU."""
         tile, binary = self.loaded(N, index, aligned)
@@ -155,14 +146,9 @@ class Kernel:
             binary = self._loaded[tile, index] = self._binary(self.expect(N, index, aligned), tile, index)
         return tile, binary
 
-    def forget(self, N: int) -> None:
-        """Choose the tile for N neurons again at the next call."""
-        for key in [key for key in self._ready if key[0] == N]:
-            self._ready.pop(key, None)
-
     def tile(self, N: int, index: int, aligned: bool) -> Tile:
-        """Return the tile that was measured on this kind of GPU, or else the one by `tile_for`."""
-        return self.tiles.get(N, index, aligned) or triton_tiles.tile_for(self.plan, N, _processors(index), aligned)
+        """Return the tile for N neurons on a GPU."""
+        return triton_tiles.tile_for(self.plan, N, _processors(index), aligned)
 
     def expect(self, N: int, index: int, aligned: bool = True) -> Future:
         """Start to build what a call with N neurons on a GPU needs; the first time, then also what calls of any other size need."""
@@ -177,7 +163,7 @@ class Kernel:
 
     def _tiles(self, index: int) -> list[Tile]:
         """Return the tiles that calls of all sizes have."""
-        return [triton_tiles.tile_for(self.plan, N, _processors(index), aligned) for N, aligned in triton_tiles.CLASSES]
+        return [self.tile(N, index, aligned) for N, aligned in triton_tiles.CLASSES]
 
     def _expect_others(self, first: Future, longest: int, index: int) -> None:
         """Build the kernels for other numbers of steps, once `first`, for which somebody waits, is built. What fails here is tried

@@ -1,20 +1,11 @@
-"""How a Triton kernel is cut for a GPU: the tile by its size, or the one that was measured."""
+"""How a Triton kernel is cut for a GPU: the tile by its size."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-import json
-import os
-from dataclasses import asdict, dataclass
-
-import torch
+from dataclasses import dataclass
 
 from .._ir.roles import Kind
 from .._plan.plan import KernelPlan
-from ..errors import BuildError
-from .disk_cache import folder as cache_folder
 
 
 @dataclass(frozen=True)
@@ -75,46 +66,3 @@ def neighbours(plan: KernelPlan, tile: Tile) -> int:
 def _itemsize(plan: KernelPlan) -> int:
     """Return the bytes of an element of the sequences, the widest if they differ."""
     return max((a.storage.itemsize for a in plan.arguments if a.kind == "sequence"), default=4)
-
-
-class MeasuredTiles:
-    """The tiles that `tune=True` found for one kernel, by GPU and number of neurons (to the next power of two): a file.
-
-    A file that cannot be read, written or understood counts as none: it holds nothing that a result depends on.
-    """
-
-    def __init__(self, source: str):
-        self._name = hashlib.sha256(source.encode()).hexdigest()[:32] + ".json"
-        self._found: dict[str, Tile] | None = None
-
-    def get(self, N: int, index: int, aligned: bool) -> Tile | None:
-        """Return the tile that was measured for N neurons on a GPU, if any was."""
-        if self._found is None:
-            self._found = self._read()
-        return self._found.get(self._key(N, index, aligned)) if self._found else None
-
-    def keep(self, N: int, index: int, aligned: bool, tile: Tile) -> None:
-        """Take a tile for calls with N neurons from now on, in other processes too."""
-        self._found = {**self._read(), self._key(N, index, aligned): tile}
-        with contextlib.suppress(OSError, BuildError):
-            path = cache_folder() / "tiles" / self._name
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.part")
-            part.write_text(json.dumps({key: asdict(tile) for key, tile in self._found.items()}, indent=1))
-            part.replace(path)
-
-    def _read(self) -> dict[str, Tile]:
-        try:
-            kept = json.loads((cache_folder() / "tiles" / self._name).read_text())
-            return {key: Tile(**fields) for key, fields in kept.items()}
-        except (OSError, BuildError, ValueError, TypeError, AttributeError):
-            return {}
-
-    @staticmethod
-    def _key(N: int, index: int, aligned: bool) -> str:
-        return f"{_gpu_name(index)}, {1 << (N - 1).bit_length()} neurons" + (", aligned" if aligned else "")
-
-
-@functools.cache
-def _gpu_name(index: int) -> str:
-    return torch.cuda.get_device_name(index)

@@ -34,7 +34,7 @@ class Neuron(FlexSN):
         per_channel: number of channels `C`: what is learned, and every tensor given for an argument, is `[C]` and goes
             along dim 1 of a step, as in `nn.BatchNorm2d`: inputs are `[T, B, C, *]`, or `[T, C]`.
         initial_states: as that of `FlexSN`; by default every state starts where it rests (see the core).
-        step_mode, backend, store_state_seqs, strict, tune, stateful: as those of `FlexSN`.
+        step_mode, backend, store_state_seqs, strict, stateful: as those of `FlexSN`.
     """
 
     step: ClassVar[Callable[..., Any]]
@@ -67,7 +67,7 @@ class Neuron(FlexSN):
     def __init__(
         self, *args: Argument, learn: Sequence[str] = (), learn_tau: bool = False, per_channel: int | None = None,
         initial_states: InitialStates | None = None, step_mode: str = "m", backend: str = "auto", store_state_seqs: bool = False,
-        strict: bool = False, tune: bool = False, stateful: Stateful = True, **kwargs: Argument,
+        strict: bool = False, stateful: Stateful = True, **kwargs: Argument,
     ):  # fmt: skip
         cls = type(self)
         values = self._arguments(args, kwargs)
@@ -83,7 +83,7 @@ class Neuron(FlexSN):
         required = positional_names(cls.step)[1]
         super().__init__(
             functools.partial(step, **values), required - len(cls.start), len(cls.start), step_mode=step_mode, backend=backend,
-            store_state_seqs=store_state_seqs, strict=strict, tune=tune, stateful=stateful, initial_states=initial_states,
+            store_state_seqs=store_state_seqs, strict=strict, stateful=stateful, initial_states=initial_states,
         )  # fmt: skip
         self.per_channel = per_channel
         self._modules.update({n: v for n, v in values.items() if isinstance(v, nn.Module)})  # past `add_module`: properties have the names

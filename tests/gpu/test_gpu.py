@@ -206,24 +206,6 @@ def test_operands_on_two_devices():
         flexsn.scan(core, [operands(4, 5)], [torch.zeros(5, device="cpu")])
 
 
-@pytest.mark.parametrize(("T", "N"), [(4, 40_000), (40, 20_000)])  # without and with checkpoints
-def test_tune_measures_once_and_keeps_the_numbers(monkeypatch, tmp_path, T, N):
-    monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path))
-    x = operands(T, N).requires_grad_()
-    plain, tuned = flexsn.FlexSN(core, num_states=1), flexsn.FlexSN(core, num_states=1, tune=True)
-    found = []
-    for neuron in (plain, tuned):
-        y = neuron(x)
-        found.append((y, *torch.autograd.grad(y.cumsum(0).sum(), [x])))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    files = sorted(tmp_path.rglob("tiles/*.json"))
-    assert len(files) == 2, "forward and backward"
-    before = [f.stat().st_mtime_ns for f in files]
-    tuned.reset()
-    tuned(x)
-    assert [f.stat().st_mtime_ns for f in files] == before
-
-
 def test_no_later_size_builds_anything():
     def step(x, v):
         v = 0.6251 * v + x
