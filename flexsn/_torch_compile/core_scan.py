@@ -14,7 +14,7 @@ from .._torch.compiling import outside_dynamo, unseen_by_dynamo
 from .._torch.tracing import HigherOrderOperator
 from . import call_sites as call_sites  # Inductor is told of the operators from there
 from . import dynamo
-from .loops import scan_operator
+from .loops import lowerable_scan
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences (if asked for), outputs
 
@@ -60,7 +60,7 @@ def compiled_loop(
     if num_outputs is None:
         returned = core(*[x.new_zeros(x.shape[1:]) for x in inputs], *first, *params)
         num_outputs = (1 if isinstance(returned, Tensor) else len(returned)) - len(states)
-    done = list(scan_operator(core, len(inputs), len(states), num_outputs, *inputs, *first, *params, states="sequence"))
+    done = list(lowerable_scan(core, len(inputs), len(states), num_outputs, *inputs, *first, *params))
     outputs, trail = done[:num_outputs], done[num_outputs:]
     if inputs[0].shape[0]:
         finals = [v[-1].clone() for v in trail]

@@ -170,7 +170,7 @@ def _without_kernel(tx: Any) -> str:
     """What runs a core that no kernel expresses: `SCAN`, but for Inductor and unknown compilers, where a gradient may be asked for.
 
     Inductor (seen in 2.13) takes the memory that a loop's carried values start in for other results while what the loop
-    returns still lies there. In a forward `scan_operator` returns nothing of these; in a backward they are gradients of
+    returns still lies there. In a forward `lowerable_scan` returns nothing of these; in a backward they are gradients of
     captured tensors and first states, and come out wrong.
     """
     known = _keeps_gradients(tx) and tx.output.current_tracer.parent is None  # checkpoints have no rule for it

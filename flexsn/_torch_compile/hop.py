@@ -26,7 +26,7 @@ from .._torch.transforms import transforms_active, transforms_or_modes_active
 from ..errors import CannotFuseError
 from . import dynamo
 from .core_scan import core_scan, uncompiled_loop
-from .loops import Specs, check_scan_arguments, empty_results, python_loop, scan_operator
+from .loops import Specs, check_scan_arguments, eager_scan, empty_results, lowerable_scan
 
 
 class FlexSNScan(HigherOrderOperator):
@@ -76,7 +76,7 @@ def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int,
         )  # fmt: skip
     except CannotFuseError as error:
         warn_once("PyTorch's own scan" if traced else "the eager loop", error)
-        loop = scan_operator if traced else python_loop
+        loop = lowerable_scan if traced else eager_scan
         return loop(core_fn, num_inputs, num_states, num_outputs, *flat_args, states="sequence")
     return tuple([t.contiguous() for t in (*outputs, *sequences)])
 

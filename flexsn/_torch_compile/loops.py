@@ -35,7 +35,7 @@ from . import dynamo
 __all__ = [
     "check_scan_arguments", "eager_scan", "eager_scan_final_state", "empty_results", "lowerable_scan", "lowerable_scan_available",
     "lowerable_scan_final_state", "lowerable_while_loop_available", "lowerable_while_loop_scan",
-    "lowerable_while_loop_scan_final_state", "python_loop", "scan_operator", "while_loop_operator",
+    "lowerable_while_loop_scan_final_state",
 ]  # fmt: skip
 
 Core = Callable[..., Any]
@@ -43,14 +43,15 @@ Specs = Sequence[tuple[Any, ...]] | None
 States = Literal["sequence", "final"]
 
 
-# --- the public names -----------------------------------------------------------------------------------------------------
+# --- a Python loop --------------------------------------------------------------------------------------------------------
 def eager_scan(
-    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
-) -> tuple[Tensor, ...]:
+    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
+    output_template_specs: Specs = None, states: States = "sequence",
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Run a core over T steps by a Python loop in plain PyTorch; gradients of any order.
 
     Returns:
-        Output sequences `[T, *shape]`, then state sequences `[T, *shape]`.
+        Output sequences `[T, *shape]`, then state sequences `[T, *shape]`; with `states="final"` final states `[*shape]` in their place.
 
     Raises:
         ValueError: fewer tensors than inputs + states; no input; inputs that differ in T; a core that cannot take the
@@ -58,88 +59,6 @@ def eager_scan(
             `T == 0` without one spec per output.
         TypeError: an argument or a return value that is not a tensor.
     """
-    return python_loop(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
-
-
-def eager_scan_final_state(
-    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
-) -> tuple[Tensor, ...]:
-    """Run `eager_scan` with final states `[*shape]` in place of state sequences."""
-    return python_loop(
-        core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs, states="final"
-    )
-
-
-def lowerable_scan(
-    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
-) -> tuple[Tensor, ...]:
-    """Run a core over T steps by PyTorch's `scan` operator: one loop in the graph of `torch.compile`, whatever T is.
-
-    Inference and training, inside and outside of `torch.compile`. In training every result must be floating-point. Gradients may come
-    out wrong where Inductor, the default compiler, takes them (seen in PyTorch 2.13, with two such loops in a row); a
-    `RuntimeWarning` says so.
-
-    Returns:
-        Output sequences `[T, *shape]`, then state sequences `[T, *shape]`.
-
-    Raises:
-        ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
-        RuntimeError: this PyTorch has no `scan`; training with a result that is not floating-point; a second derivative; a
-            transform of `torch.func` other than `vmap`.
-    """
-    return scan_operator(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
-
-
-def lowerable_scan_final_state(
-    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
-) -> tuple[Tensor, ...]:
-    """Run `lowerable_scan` with final states `[*shape]` in place of state sequences."""
-    return scan_operator(
-        core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs, states="final"
-    )
-
-
-def lowerable_while_loop_scan(
-    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
-) -> tuple[Tensor, ...]:
-    """Run a core over T steps by PyTorch's `while_loop` operator; inference only.
-
-    Returns:
-        Output sequences `[T, *shape]`, then state sequences `[T, *shape]`.
-
-    Raises:
-        ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
-        RuntimeError: this PyTorch has no `while_loop` that stacks results; a result would require grad; a transform of
-            `torch.func`; a trace by `make_fx` or by a non-strict export.
-    """
-    return while_loop_operator(core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs)
-
-
-def lowerable_while_loop_scan_final_state(
-    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor, output_template_specs: Specs = None
-) -> tuple[Tensor, ...]:
-    """Run `lowerable_while_loop_scan` with final states `[*shape]` in place of state sequences."""
-    return while_loop_operator(
-        core_fn, num_inputs, num_states, num_outputs, *flat_args, output_template_specs=output_template_specs, states="final"
-    )
-
-
-def lowerable_scan_available() -> bool:
-    """Return whether this PyTorch has the `scan` operator."""
-    return torch_scan() is not None
-
-
-def lowerable_while_loop_available() -> bool:
-    """Return whether this PyTorch has the `while_loop` operator that stacks results."""
-    return torch_while_loop() is not None
-
-
-# --- a Python loop --------------------------------------------------------------------------------------------------------
-def python_loop(
-    core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
-    output_template_specs: Specs = None, states: States = "sequence",
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run `eager_scan`, or with `states="final"` `eager_scan_final_state`."""
     inputs, current, lifted = check_scan_arguments(core_fn, num_inputs, num_states, num_outputs, flat_args, output_template_specs)
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, current, lifted, num_outputs, output_template_specs, states)
@@ -154,12 +73,30 @@ def python_loop(
     return (*kept, *[_fresh(v) for v in finals]) if states == "final" else tuple(kept)
 
 
+def eager_scan_final_state(*args: Any, output_template_specs: Specs = None) -> tuple[Tensor, ...]:
+    """Run `eager_scan` with `states="final"`: final states `[*shape]` in place of state sequences."""
+    return eager_scan(*args, output_template_specs=output_template_specs, states="final")
+
+
 # --- PyTorch's scan operator ----------------------------------------------------------------------------------------------
-def scan_operator(
+def lowerable_scan(
     core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run `lowerable_scan`, or with `states="final"` `lowerable_scan_final_state`."""
+    """Run a core over T steps by PyTorch's `scan` operator: one loop in the graph of `torch.compile`, whatever T is.
+
+    Inference and training, inside and outside of `torch.compile`. In training every result must be floating-point. Gradients may come
+    out wrong where Inductor, the default compiler, takes them (seen in PyTorch 2.13, with two such loops in a row); a
+    `RuntimeWarning` says so.
+
+    Returns:
+        Output sequences `[T, *shape]`, then state sequences `[T, *shape]`; with `states="final"` final states `[*shape]` in their place.
+
+    Raises:
+        ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
+        RuntimeError: this PyTorch has no `scan`; training with a result that is not floating-point; a second derivative; a
+            transform of `torch.func` other than `vmap`.
+    """
     scan = torch_scan()
     if scan is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `scan` operator; use `eager_scan`")
@@ -202,6 +139,16 @@ def scan_operator(
     return tuple(results)
 
 
+def lowerable_scan_final_state(*args: Any, output_template_specs: Specs = None) -> tuple[Tensor, ...]:
+    """Run `lowerable_scan` with `states="final"`: final states `[*shape]` in place of state sequences."""
+    return lowerable_scan(*args, output_template_specs=output_template_specs, states="final")
+
+
+def lowerable_scan_available() -> bool:
+    """Return whether this PyTorch has the `scan` operator."""
+    return torch_scan() is not None
+
+
 def _refuse_transforms(operator: str, *taken: str) -> None:
     others = [name for name in active_transforms() if name not in taken]
     if others:
@@ -238,11 +185,20 @@ def _requiring_grad(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 # --- PyTorch's while_loop operator ----------------------------------------------------------------------------------------
-def while_loop_operator(
+def lowerable_while_loop_scan(
     core_fn: Core, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor,
     output_template_specs: Specs = None, states: States = "sequence",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run `lowerable_while_loop_scan`, or with `states="final"` `lowerable_while_loop_scan_final_state`."""
+    """Run a core over T steps by PyTorch's `while_loop` operator; inference only.
+
+    Returns:
+        Output sequences `[T, *shape]`, then state sequences `[T, *shape]`; with `states="final"` final states `[*shape]` in their place.
+
+    Raises:
+        ValueError, TypeError: as `eager_scan`. Inside `torch.compile(fullgraph=True)` PyTorch wraps these in its own error.
+        RuntimeError: this PyTorch has no `while_loop` that stacks results; a result would require grad; a transform of
+            `torch.func`; a trace by `make_fx` or by a non-strict export.
+    """
     while_loop = torch_while_loop()
     if while_loop is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no `while_loop` operator that stacks results; use `eager_scan`")
@@ -278,6 +234,16 @@ def while_loop_operator(
     if states == "final":
         return *sequences[:num_outputs], *[_fresh(v[-1]) for v in sequences[num_outputs:]]
     return tuple(sequences)
+
+
+def lowerable_while_loop_scan_final_state(*args: Any, output_template_specs: Specs = None) -> tuple[Tensor, ...]:
+    """Run `lowerable_while_loop_scan` with `states="final"`: final states `[*shape]` in place of state sequences."""
+    return lowerable_while_loop_scan(*args, output_template_specs=output_template_specs, states="final")
+
+
+def lowerable_while_loop_available() -> bool:
+    """Return whether this PyTorch has the `while_loop` operator that stacks results."""
+    return torch_while_loop() is not None
 
 
 # --- what the three have in common ----------------------------------------------------------------------------------------

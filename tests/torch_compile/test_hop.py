@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexsn
 from flexsn._torch_compile.hop import dynamo_hop_available, flex_sn_scan
-from flexsn._torch_compile.loops import python_loop
+from flexsn._torch_compile.loops import eager_scan
 from flexsn.errors import FallbackWarning
 
 # PyTorch's own scan imports TorchScript
@@ -47,7 +47,7 @@ def assert_same(got, want):
 def assert_as_the_loop(call, counts, core, args):
     """Values and gradients of `call(core, *counts, *args)`."""
     found = []
-    for scan in (call, python_loop):
+    for scan in (call, eager_scan):
         leaves = [a.detach().requires_grad_() for a in args]
         values = scan(core, *counts, *leaves)
         grads = torch.autograd.grad([y for y in values if y.requires_grad], leaves, [torch.ones_like(y) for y in values if y.requires_grad])
@@ -294,7 +294,7 @@ def test_gradients_between_compiled_parts():
     with pytest.warns(FallbackWarning, match="runs the eager loop") as told:
         found = torch.compile(net)(x, v)
     assert len([one for one in told if one.category is FallbackWarning]) == 1
-    sequence, trail = python_loop(net.core, 1, 1, 1, x, v)
+    sequence, trail = eager_scan(net.core, 1, 1, 1, x, v)
     expected = sequence.sum(0) + trail[-1]
     assert_same([found], [expected])
     params = list(net.parameters())
@@ -427,7 +427,7 @@ def test_a_core_that_mixes_neurons_in_a_trace():
     with pytest.warns(FallbackWarning, match="PyTorch's own scan"):
         traced = make_fx(lambda x, v: flex_sn_scan(mixing, 1, 1, 1, x, v), tracing_mode="fake")(x, v)
     with pytest.warns(FallbackWarning, match="the eager loop"):
-        assert_same(traced(x, v), python_loop(mixing, 1, 1, 1, x, v))
+        assert_same(traced(x, v), eager_scan(mixing, 1, 1, 1, x, v))
 
 
 def fusable(x, v):
@@ -455,4 +455,4 @@ def test_transforms_of_what_no_kernel_expresses(transform, core):
 
     with pytest.warns(FallbackWarning, match="the eager loop") if core is mixing else contextlib.nullcontext():
         got = through(flex_sn_scan)
-    torch.testing.assert_close(got, through(python_loop))
+    torch.testing.assert_close(got, through(eager_scan))

@@ -529,7 +529,7 @@ def test_dynamic_length(name, states):
         assert backend.count == 1
         for T in (1, 0):
             x = torch.randn(T, 6)
-            assert_same(run(x, v), loops.python_loop(lif, 1, 1, 1, x, v, output_template_specs=[((6,), x.dtype)], states=states))
+            assert_same(run(x, v), loops.eager_scan(lif, 1, 1, 1, x, v, output_template_specs=[((6,), x.dtype)], states=states))
 
 
 @pytest.mark.slow
@@ -662,10 +662,10 @@ def test_arguments_are_split():
     assert (len(inputs), len(states), len(lifted)) == (2, 1, 2)
 
 
-@pytest.mark.parametrize("function", [loops.python_loop, loops.scan_operator, loops.while_loop_operator], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [loops.eager_scan, loops.lowerable_scan, loops.lowerable_while_loop_scan], ids=lambda f: f.__name__)
 def test_switch(function):
     """The paired names are one function with a switch."""
-    name = {"python_loop": "eager", "scan_operator": "scan", "while_loop_operator": "while_loop"}[function.__name__]
+    name = {"eager_scan": "eager", "lowerable_scan": "scan", "lowerable_while_loop_scan": "while_loop"}[function.__name__]
     for states in ("sequence", "final"):
         assert_same(function(lif, 1, 1, 1, X, V, states=states), PUBLIC[name, states](lif, 1, 1, 1, X, V), exact=True)
 
