@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,6 @@ except ImportError:
 
     class HigherOrderOperator:  # type: ignore[no-redef]  # stands in for the missing one: no trace takes it
         def __init__(self, *_: Any, **__: Any): ...
-
-
-_CALL_MODULE = torch.nn.Module.__call__  # a trace puts its own there
 
 
 def give_rules(operator: Any, *, autograd: Callable, eager: Callable, fake: Callable, functional: Callable, proxy: Callable) -> bool:
@@ -46,12 +42,8 @@ def trace_body(
     from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.13
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # 2.11, 2.13
 
-    def run(*args: torch.Tensor) -> Any:
-        with _unnamed_module_calls():
-            return core(*args)
-
     with disable_proxy_modes_tracing():
-        body = reenter_make_fx(run)(*operands, *captured)
+        body = reenter_make_fx(core)(*operands, *captured)
     placeholders = [node for node in body.graph.nodes if node.op == "placeholder"][len(operands) :]
     read = [tensor for tensor, node in zip(captured, placeholders, strict=True) if node.users]
     for node in placeholders:
@@ -59,17 +51,6 @@ def trace_body(
             body.graph.erase_node(node)
     body.recompile()
     return body, read
-
-
-@contextlib.contextmanager
-def _unnamed_module_calls() -> Iterator[None]:
-    """While inside, a trace asks for no paths of modules that are called: of a module under two names the trace of a body has none."""
-    traced = torch.nn.Module.__call__
-    torch.nn.Module.__call__ = _CALL_MODULE  # type: ignore[method-assign]  # as the trace does, and undoes
-    try:
-        yield
-    finally:
-        torch.nn.Module.__call__ = traced  # type: ignore[method-assign]  # likewise
 
 
 def record_call(mode: Any, operator: Any, body: torch.fx.GraphModule, args: tuple, run: Callable[[], Any]) -> Any:
