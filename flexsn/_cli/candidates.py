@@ -20,7 +20,7 @@ from ..surrogate import atan
 Run = Callable[[Tensor], Tensor]
 
 
-def _lif(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def lif(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     h = v + (x - v) / 2.0
     s = atan(h - 1.0)
     return s, h * (1.0 - s)
@@ -32,7 +32,7 @@ def _adaptive(x: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return s, h * (1.0 - s), a * 0.95 + 0.2 * s
 
 
-NEURONS: dict[str, tuple[Callable[..., Any], int]] = {"lif": (_lif, 1), "adaptive": (_adaptive, 2)}
+NEURONS: dict[str, tuple[Callable[..., Any], int]] = {"lif": (lif, 1), "adaptive": (_adaptive, 2)}
 
 
 @dataclass

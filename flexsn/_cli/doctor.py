@@ -9,7 +9,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._report.subject import machine_facts
 from .._report.words import seconds, total
@@ -19,8 +18,8 @@ from .._runtime.backends import BACKENDS
 from .._version import TESTED_TORCH
 from ..errors import FlexSNError
 from ..scan import scan
-from ..surrogate import atan
 from .cache import inspect_cache
+from .candidates import lif
 from .outcome import BAD, GOOD, Outcome, table
 
 _PACKAGES = ("triton", "numpy", "Pygments", "matplotlib", "onnx", "spikingjelly", "snntorch", "norse", "nir", "Brian2")
@@ -98,19 +97,13 @@ def _device_for(name: str) -> torch.device | None:
     return torch.device("cpu")
 
 
-def _lif(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    h = v + (x - v) * 0.5
-    s = atan(h - 1.0)
-    return s, h * (1.0 - s)
-
-
 def self_test(backend: str, device: torch.device) -> str | None:
     """Run a LIF forward and backward, and compare with the eager loop; returns what differs, or None."""
     x = (2 * torch.rand(35, 77, generator=torch.Generator().manual_seed(0))).to(device)
     results = {}
     for name in (backend, "torch"):
         leaf = x.clone().requires_grad_()
-        done = scan(_lif, (leaf,), (None,), backend=name)
+        done = scan(lif, (leaf,), (None,), backend=name)
         (grad,) = torch.autograd.grad((done.outputs[0] * x).sum() + done.states[0].sum(), leaf)
         results[name] = done.outputs[0].detach(), done.states[0].detach(), grad
     for what, got, want in zip(("spikes", "states"), *(r[:2] for r in results.values()), strict=True):

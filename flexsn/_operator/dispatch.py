@@ -131,20 +131,13 @@ def read_by(call: run.Call, tensors: Sequence[Tensor | None], captured: dict[str
     return (*tensors[: len(tensors) - len(captured)], *[captured[name] for name in call.captured])
 
 
-def _is_without_memory(tensor: Tensor) -> bool:
-    return not is_plain(tensor)
-
-
 def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> None:
     """Raise if a call is given states that have no values for it: of a transform that has ended."""
-    if transforms_active():
-        stale = left_by_an_ended_vmap
-    elif transforms_or_modes_active() or not all(map(is_plain, inputs)):
+    transformed = transforms_active()
+    if not transformed and (transforms_or_modes_active() or not all(map(is_plain, inputs))):
         return
-    else:
-        stale = _is_without_memory
     for name, state in zip(sig.state_names, states, strict=True):
-        if state is not None and stale(state):
+        if state is not None and (left_by_an_ended_vmap(state) if transformed else not is_plain(state)):
             raise StaleStateError(
                 f"state `{name}` was left by a trace or a transform that has ended, and has no values", core=sig.core,
                 hint="Call `reset()` on the module (`flexsn.reset_net(model)` on all of a network) after tracing or transforming it.",

@@ -26,33 +26,20 @@ def num_threads() -> int:
     return 1 if forked else torch.get_num_threads()
 
 
-def must_be_alone() -> bool:
-    """Whether PyTorch's own ops must be kept on one thread."""
-    return forked and torch.get_num_threads() > 1
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Keep PyTorch's ops on one thread while inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def disturbed() -> bool:
     """Whether autocast or a fork changes what PyTorch's ops do."""
-    return autocast_on() or must_be_alone()
+    return autocast_on() or torch.get_num_threads() != num_threads()
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """While inside, dtypes are those of the operands, and ops of a forked child wait for nobody."""
-    with (
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        alone() if must_be_alone() else contextlib.nullcontext(),
-    ):
-        yield
+    before, wanted = torch.get_num_threads(), num_threads()
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        try:
+            if wanted != before:
+                torch.set_num_threads(wanted)
+            yield
+        finally:
+            if wanted != before:
+                torch.set_num_threads(before)

@@ -65,15 +65,12 @@ def plain(tensor: Tensor) -> Tensor:
 
 def unbroadcast(grad: Tensor, shape: tuple[int, ...], leading: int) -> Tensor:
     """The gradient of an operand from the gradient of its rows."""
-    step = shape[leading:]
-    return grad if same_shape(grad.shape, shape) else _sum_steps(grad, step, leading).reshape(shape)
-
-
-def _sum_steps(grad: Tensor, step: tuple[int, ...], leading: int) -> Tensor:
-    missing = grad.dim() - leading - len(step)
+    if same_shape(grad.shape, shape):
+        return grad
+    missing = grad.dim() - len(shape)
     dims = list(range(leading, leading + missing))
-    dims += [d + leading + missing for d, n in enumerate(step) if n == 1 and grad.shape[d + leading + missing] != 1]
-    return grad.sum(dims) if dims else grad
+    dims += [d + missing for d, n in enumerate(shape) if d >= leading and n == 1 and grad.shape[d + missing] != 1]
+    return (grad.sum(dims) if dims else grad).reshape(shape)
 
 
 def by_index(param: Tensor, step: tuple[int, ...], order: Order | None = None) -> tuple[Tensor, int, int]:

@@ -18,7 +18,6 @@ from .layers import Delay, PerStep, Scale, SumPool2d, Threshold
 from .network import NIRNetwork
 from .surrogates import above, at
 
-Read = Callable[[Any], Tensor]
 DT = 1e-4
 
 

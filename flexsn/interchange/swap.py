@@ -5,7 +5,6 @@ First what a call of a module runs beside the forward of its class, hooks and fu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -26,15 +25,6 @@ from ..errors import CannotFuseError, FlexSNError, InterchangeError
 from ..module import FlexSN
 
 _SET_WEIGHTS = (BasePruningMethod, WeightNorm, SpectralNorm)  # pre-hooks that compute a weight, and leave the input as it is
-
-
-def own_functions(module: nn.Module) -> list[str]:
-    """Names of methods that the instance has its own of."""
-    return [name for name, value in vars(module).items() if callable(value) and callable(getattr(type(module), name, None))]
-
-
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def check_calls(model: nn.Module) -> None:
@@ -58,7 +48,7 @@ def _beside(module: nn.Module) -> tuple[str, str] | None:
     if "forward" in vars(module):
         was = type(module).__name__
         return "has a `forward` of its own on the instance; NIR has no place for it", f"`del layer.forward` brings back that of {was}."
-    for hook in forward_hooks(module):
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if not isinstance(hook, _SET_WEIGHTS) and not watches(hook):
             hint = "Take it off, `handle.remove()`, or make what it does a layer."
             return f"has the hook `{core_name(hook)}`; NIR has no place for it", hint
@@ -92,8 +82,9 @@ def check_plain(module: nn.Module) -> None:
     """
     if any(getattr(module, name) for name in _HOOKS):
         raise LeaveAlone("has hooks, which would be lost; register them after the conversion")
-    if own := own_functions(module):
-        raise LeaveAlone(f"has a `{own[0]}` of its own on the instance, which would be lost")
+    for name, value in vars(module).items():
+        if callable(value) and callable(getattr(type(module), name, None)):
+            raise LeaveAlone(f"has a `{name}` of its own on the instance, which would be lost")
     if parametrize.is_parametrized(module):
         raise LeaveAlone("has parametrizations; take them off, and register them on its `core` after the conversion")
 

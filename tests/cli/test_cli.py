@@ -217,7 +217,7 @@ def test_doctor_without_compiler(run, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(doctor, "_lif", lambda x, v: (x * 0.75 + v, v))  # a core of which no kernel is loaded
+    monkeypatch.setattr(doctor, "lif", lambda x, v: (x * 0.75 + v, v))  # a core of which no kernel is loaded
     code, out, _ = run("doctor")
     assert code == 1 and "none: set $CXX, or install g++" in out and "Something is wrong" in out
     assert "FAILS: BackendUnavailableError" in out and "PyTorch finds no NVIDIA GPU" in out
@@ -306,7 +306,7 @@ def test_a_peer_that_breaks_is_reported(monkeypatch):
 def test_peers_run():
     pytest.importorskip("spikingjelly")
     x = 2 * torch.rand(6, 3, 5)
-    want = flexsn.scan(candidates._lif, (x,), (None,)).outputs[0]
+    want = flexsn.scan(candidates.lif, (x,), (None,)).outputs[0]
     found = {c.name.split()[0]: c for c in candidates.peers_of("lif", torch.device("cpu"))}
     assert {"spikingjelly", "snntorch", "norse"} <= found.keys()
     for name, candidate in found.items():
