@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .._ir.roles import Kind, Role
 from .._plan.plan import Array, KernelPlan, Plan
-from .._torch.cuda import current_device
 from ..errors import DeviceMismatchError
 from .layout import Order, by_index, strides_of
 from .memory import allocator
@@ -62,7 +61,7 @@ class Launch:
         Raises:
             DeviceMismatchError: an operand that the kernel reads is on another device.
         """
-        if self._gpu is not None and self._gpu != current_device():
+        if self._gpu is not None and self._gpu != torch.cuda.current_device():
             with torch.cuda.device(self._gpu):
                 return self.run(given, dims)
         if dims is None:

@@ -53,7 +53,7 @@ _NAMES = {
         "torch": "_add_batch_dim _remove_batch_dim",
     },
     GPU: {
-        "torch._C": "_cuda_getCurrentRawStream _cuda_getDevice",
+        "torch._C": "_cuda_getCurrentRawStream",
         "torch._C._dynamo.guards": "_empty_strided_cuda",
     },
     TRACES: {
@@ -78,7 +78,6 @@ _NAMES = {
         "torch._inductor": "config.triton.cudagraphs",
         "torch._inductor.ir": "BaseView ComputedBuffer FallbackKernel InputBuffer TensorBox get_stride_order",
         "torch._inductor.lowering": "add_layout_constraint register_lowering",
-        "torch._inductor.utils": "is_dynamic",
         "torch._inductor.virtualized": "V",
     },
     FUSION: {

@@ -16,10 +16,8 @@ def _stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-# Of a device, the CUDA stream that PyTorch uses now, as a number (the public call makes an object first); and the current device.
-# Bound as they are, in C: every launch asks.
+# Of a device, the CUDA stream that PyTorch uses now, as a number; in C, as every launch asks: the public call makes an object first.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream)  # 2.11, 2.13
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # 2.11, 2.13
 
 
 def gpu_allocator() -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:

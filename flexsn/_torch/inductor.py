@@ -12,7 +12,6 @@ from torch._inductor.ir import TensorBox as TensorBox
 from torch._inductor.ir import get_stride_order as get_stride_order
 from torch._inductor.lowering import add_layout_constraint as add_layout_constraint
 from torch._inductor.lowering import register_lowering as register_lowering
-from torch._inductor.utils import is_dynamic as is_dynamic
 from torch._inductor.virtualized import V as V
 
 

@@ -5,7 +5,7 @@ The private names that this stands on are in `_torch/inductor.py`, which is impo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._torch.aot_autograd import opname
@@ -83,7 +83,9 @@ def lower_to_calls(operators: Iterable[Any], copy: Any) -> None:
             namespace, packet = operator.namespace, opname(operator)
             if not V.graph.cpp_wrapper:
                 self.python_kernel_name = f"torch.ops.{namespace}.call_{packet}"
-                if not any(map(ir.is_dynamic, self.inputs)):
+                inputs: Sequence[Any] = self.inputs
+                sizes = [n for value in inputs for n in (*(value.maybe_get_size() or ()), *(value.maybe_get_stride() or ()))]
+                if not any(getattr(n, "free_symbols", None) for n in sizes):
                     site = f"{namespace}_{packet}_{self.get_name()}"
                     wrapper.define_kernel(site, f"torch.ops.{namespace}.site_{packet}()", gpu=False)
                     self.python_kernel_name = site
