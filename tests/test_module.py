@@ -349,7 +349,7 @@ def test_supported_backends_are_those_that_can_be_set():
     assert isinstance(names, tuple) and set(names) == {"auto", "cpp", "torch", "triton", "inductor", "hop"}
     for name in names:
         assert FlexSN(relu_mem, 1, 1, backend=name).backend == name
-    for net.backend in ("auto", "cpp", "torch", "hop"):  # the others need a GPU
+    for net.backend in ("auto", "torch", "hop", "cpp" if x.is_cpu else "triton"):  # the others serve other devices
         assert torch.equal(net(x), want)
 
 
@@ -906,7 +906,7 @@ def test_zero_steps_by_examples_leave_states_of_this_call(backend, compiled):
         for given in (x, x[:0], None, x[:0], None, x[:0].double(), None, x[:0].to("meta")):
             if given is None:
                 net.reset()
-            elif given.device.type == "cpu" or net.example_outputs is not None:
+            elif given.device.type != "meta" or net.example_outputs is not None:
                 seen.append((call(given), net.states[0], net.state_seqs[0]))
     plain, by_example = seen[:4], seen[4:]
     for k, (wants, gots) in enumerate(zip(plain, by_example, strict=False)):
