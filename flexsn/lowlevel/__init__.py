@@ -20,8 +20,8 @@
   `flexsn_inductor_training_final_state`, `flexsn_inductor_backward` (also under `torch.ops.flexsn`) |
 
 Time comes first: sequences are `[T, *shape]`, states `[*shape]`. Results are contiguous, on the operands' device, and share
-no memory with arguments or each other; their dtypes and shapes are those of the traced core, and final states keep the
-dtypes of the initial ones. `flexsn.scan` and `flexsn.FlexSN` need none of this.
+no memory with arguments or each other; their dtypes and shapes are those of the traced core (of a state that the core broadcasts,
+the shape that it comes to), and final states keep the dtypes of the initial ones. `flexsn.scan` and `flexsn.FlexSN` need none of this.
 """
 
 from .._torch_compile.hop import FlexSNScan, dynamo_hop_available, flex_sn_scan

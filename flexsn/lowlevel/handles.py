@@ -45,10 +45,7 @@ def register_flexsn_kernel_handle(
     forward_kernel: StepKernel | None = None, backward_kernel: StepKernel | None = None, training_info: FlexSNInfo | None = None,
 ) -> int:  # fmt: skip
     """Return a new handle, owned once: numbers count from 1 and are never used again."""
-    entry = FlexSNKernelHandle(
-        inference_kernel, inference_info, inference_final_state_kernel, inference_final_state_info, forward_kernel, backward_kernel,
-        training_info,
-    )  # fmt: skip
+    entry = FlexSNKernelHandle(**locals())  # the seven arguments
     with _lock:
         handle = next(_numbers)
         _entries[handle] = entry
@@ -62,9 +59,7 @@ def get_flexsn_kernel_handle(handle: Any) -> FlexSNKernelHandle:
         RuntimeError: there is none.
         TypeError: what cannot be a handle.
     """
-    number = handle_number(handle)
-    with _lock:
-        return _known(number)
+    return _known(handle_number(handle))
 
 
 def retain_flexsn_kernel_handle(handle: Any) -> None:

@@ -18,9 +18,9 @@ from .._ir.graph import Graph
 from .._ir.roles import Kind, Role, of_kind
 from .._plan import plan
 from .._runtime.backends import BACKENDS, Backend, backend_of
-from ..errors import BackendError, GraphCaptureError, OperandCountError, OperandTypeError, UnsupportedDtypeError
+from ..errors import BackendError, GraphCaptureError, OperandCountError, OperandTypeError, StateMismatchError, UnsupportedDtypeError
 from .graphs import generate_forward_and_backward_graph, generate_inference_graph
-from .info import FlexSNInfo, extract_info
+from .info import FlexSNInfo, Layout, extract_info
 from .source import ClosedStep, compile_triton_code_str, complete, example_device
 from .written import FUNCTION, WrittenStep
 
@@ -187,22 +187,16 @@ def build_inference_kernel(
         UnsupportedOpError: an op that no kernel expresses; a `NotImplementedError`.
         TypeError: an example that is no real, dense tensor.
     """
-    return _build_inference("inference", core_fn, num_inputs, num_states, num_outputs, example_inputs)
+    graph, info, _ = _settled(core_fn, num_inputs, num_states, num_outputs, example_inputs)
+    return GraphKernel("inference", core_name(core_fn), info, graph), info
 
 
 def build_inference_final_state_kernel(
     core_fn: Callable[..., Any], num_inputs: int, num_states: int, num_outputs: int, example_inputs: Sequence[Tensor] | None = None
 ) -> tuple[StepKernel, FlexSNInfo]:
     """Return the same for `flexsn_inference_final_state`."""
-    return _build_inference("inference_final_state", core_fn, num_inputs, num_states, num_outputs, example_inputs)
-
-
-def _build_inference(kind: str, core_fn, num_inputs: int, num_states: int, num_outputs: int, example_inputs):
-    name = core_name(core_fn)
-    examples = _examples(name, num_inputs, num_states, example_inputs)
-    graph = generate_inference_graph(core_fn, examples)
-    info = _info(name, graph, num_inputs, num_states, num_outputs)
-    return GraphKernel(kind, name, info, graph), info
+    graph, info, _ = _settled(core_fn, num_inputs, num_states, num_outputs, example_inputs)
+    return GraphKernel("inference_final_state", core_name(core_fn), info, graph), info
 
 
 def build_training_kernels(
@@ -219,14 +213,14 @@ def build_training_kernels(
     Raises:
         ValueError: as `build_inference_kernel`; a wrong number of flags; no output that is differentiable.
     """
-    name = core_name(core_fn)
-    examples = _examples(name, num_inputs, num_states, example_inputs)
-    step = torch.broadcast_shapes(*[e.shape for e in examples])
-    whole = [e if e.shape == step else e.expand(step) for e in examples]  # a sum over neurons is not the kernel's
+    name, returns = core_name(core_fn), num_outputs + num_states
+    _, settled, examples = _settled(core_fn, num_inputs, num_states, num_outputs, example_inputs)
+    whole = torch.broadcast_tensors(*examples)  # a sum over neurons is not the kernel's
     forward, backward = generate_forward_and_backward_graph(core_fn, whole, requires_grad)
-    returns = num_outputs + num_states
     num_saved = sum(n.name[:5] != "grad_" for n in backward.find_nodes(op="placeholder"))
     info = _info(name, forward, num_inputs, num_states, num_outputs, returns + num_saved)
+    assert info.layout is not None and settled.layout is not None
+    info.layout = Layout(settled.layout.args, (*settled.layout.returns, *info.layout.returns[returns:]))  # the shapes that inference gives
     return GraphKernel("forward", name, info, forward), GraphKernel("backward", name, info, backward), info
 
 
@@ -246,6 +240,26 @@ def _examples(name: str, num_inputs: int, num_states: int, given: Sequence[Tenso
         if example.dtype not in DTYPES:
             raise UnsupportedDtypeError(f"example {k} has dtype {example.dtype}", core=name)
     return list(given)
+
+
+def _settled(core_fn, num_inputs: int, num_states: int, num_outputs: int, given: Sequence[Tensor] | None):
+    """Return graph and info of a step, and its examples, with states of the shapes that they come to: a core may broadcast them to more."""
+    name, args = core_name(core_fn), None
+    examples = _examples(name, num_inputs, num_states, given)
+    while True:
+        graph = generate_inference_graph(core_fn, examples)
+        info = _info(name, graph, num_inputs, num_states, num_outputs)
+        assert info.layout is not None
+        args = args or info.layout.args
+        returned = info.layout.returns[num_outputs:]
+        try:
+            shapes = [torch.broadcast_shapes(v.shape, m.shape) for v, m in zip(examples[num_inputs:], returned, strict=True)]
+        except RuntimeError:
+            raise StateMismatchError(f"states come back as {[list(m.shape) for m in returned]}, for other sizes", core=name) from None
+        if shapes == [v.shape for v in examples[num_inputs:]]:
+            info.layout = Layout(args, info.layout.returns)
+            return graph, info, examples
+        examples[num_inputs:] = [v.expand(shape) for v, shape in zip(examples[num_inputs:], shapes, strict=True)]
 
 
 def _info(name: str, graph: fx.Graph, num_inputs: int, num_states: int, num_outputs: int, num_returns: int | None = None) -> FlexSNInfo:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._capture.signature import DTYPES
 from .._ir.roles import Kind, Role, of_kind
 from .._runtime.launch import Launch
-from .._runtime.layout import narrow, rows, unbroadcast
+from .._runtime.layout import narrow, rows, unbroadcast, widen
 from ..errors import DeviceMismatchError, OperandCountError, OperandTypeError, SequenceLengthError, UnsupportedDtypeError
 from .info import FlexSNInfo, Shape
 from .kernels import StepKernel
@@ -198,7 +198,10 @@ def backward(
     if any(t.shape[0] != T for t in saved):
         raise SequenceLengthError(f"a saved tensor has another T than the {T} of the cotangents")
     step = info.step_shape([tuple(t.shape[1:]) for t in (*steps, *saved, *inputs)] + [tuple(v.shape) for v in states])
-    arrays = {**dict(zip(info.saved, saved, strict=True)), **cotangents}
+    arrays = dict(zip(info.saved, saved, strict=True))
+    for role, g in cotangents.items():  # a result that is smaller than a step was one value of many equal ones
+        leading, k = int(role not in ends), role.number + info.num_outputs * (role.kind is not Kind.OUTPUT_GRAD)
+        arrays[role] = widen(rows(g, info.return_shape(k, step), leading), step, leading, None)
     device = next(iter(cotangents.values())).device
     written = _launch(f, arrays, T, step, device, tuple(sorted([role for role in cotangents if role not in ends])))
     return [_gradient(written.get(role), like, leading) for role, like, leading in likes]

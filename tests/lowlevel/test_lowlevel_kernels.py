@@ -12,7 +12,7 @@ import torch
 
 from flexsn import surrogate
 from flexsn._runtime import triton_kernel as launch_triton
-from flexsn.errors import BackendError, UnsupportedOpError
+from flexsn.errors import BackendError, StateMismatchError, UnsupportedOpError
 from flexsn.lowlevel import (
     FlexSNInfo,
     build_inference_final_state_kernel,
@@ -250,6 +250,56 @@ def test_gradients_of_operands_that_broadcast():
     got = flexsn_backward(backward, info, cotangent, None, *saved, input_templates=[x, bias], state_templates=[v])
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+WEIGHT = torch.randn(2, 3, generator=torch.Generator().manual_seed(3))
+SMALLER = {  # cores of two inputs and one state, some of whose values are smaller than a step
+    "the state widens": lambda x, y, v: (x * 2, y + v, v + x * 0),
+    "an output is smaller": lambda x, y, v: (x * 2 + v, y * 3, torch.tanh(v + y)),
+    "a captured tensor is larger": lambda x, y, v: (x * y, y + v, torch.tanh(v * 0.5 + WEIGHT.to(v.dtype))),
+    "a state widens by another": lambda x, y, v, w: (x * y, y + w, torch.tanh(v * 0.5 + x), torch.tanh(w * 0.5 + v)),
+}
+
+
+@pytest.mark.parametrize("shapes", [((3,), (1,), (1,)), ((2, 3), (1,), (2, 1)), ((3,), (3,), (1,)), ((2, 3), (3,), (3,))], ids=str)
+@pytest.mark.parametrize("case", SMALLER)
+def test_every_kernel_gives_the_shapes_and_gradients_of_the_loop(case, shapes):
+    """Where operands broadcast, inference and training agree: results are those of a loop from states of the shapes they come to."""
+    core, num_states = SMALLER[case], SMALLER[case].__code__.co_argcount - 2
+    xs, vs = [torch.randn(4, *s) for s in shapes[:2]], [torch.randn(shapes[2]) for _ in range(num_states)]
+    examples = [*(x[0] for x in xs), *vs]
+    leaves = [t.double().requires_grad_() for t in (*xs, *vs)]
+    wide = leaves[2:]
+    for _ in range(num_states):
+        after = core(*[x[0] for x in leaves[:2]], *wide)[2:]
+        wide = [v.expand(torch.broadcast_shapes(v.shape, a.shape)) for v, a in zip(wide, after, strict=True)]
+    outputs, sequences, finals = loop(core, leaves[:2], wide, 2)
+
+    kernel, info = build_inference_kernel(core, 2, num_states, 2, examples)
+    to_the_end, at_the_end = build_inference_final_state_kernel(core, 2, num_states, 2, examples)
+    forward, backward, training = build_training_kernels(core, 2, num_states, 2, examples)
+    returns = flexsn_forward(forward, training, *xs, *vs)
+    for got, want in (
+        (flexsn_inference(kernel, info, *xs, *vs), outputs + sequences),
+        (flexsn_inference_final_state(to_the_end, at_the_end, *xs, *vs), outputs + finals),
+        (returns[: 2 + num_states], outputs + sequences),
+    ):
+        for a, b in zip(got, want, strict=True):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+    cotangents = [torch.randn(t.shape) for t in outputs + sequences]
+    want = torch.autograd.grad(outputs + sequences, leaves, [c.double() for c in cotangents])
+    saved = [returns[i] for i in training.c2k_return_mapping]
+    for a, b in zip(flexsn_backward(backward, training, *cotangents, *saved, input_templates=xs, state_templates=vs), want, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_of_another_size_is_refused():
+    for build in (build_inference_kernel, build_training_kernels):
+        with pytest.raises(StateMismatchError, match=r"come back as \[\[4\]\]"):
+            build(lambda x, v: (x * 2, v.new_zeros(4)), 1, 1, 1, [torch.randn(3)] * 2)
 
 
 def test_constants_and_copies_as_returns():
