@@ -6,6 +6,7 @@ eager's own formulas. `torch.addcmul` stands for the FMA that eager's vector cod
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
         if len(dtypes) > 1 or not dtypes <= set(HALF):
             return fn(*args, **kwargs)
         done = fn(*[a.float() if isinstance(a, Tensor) else a for a in args], **kwargs)
-        return tuple(d.to(*dtypes) for d in done) if isinstance(done, tuple) else done.to(*dtypes)
+        return tuple(d.to(*dtypes) if d.is_floating_point() else d for d in done) if isinstance(done, tuple) else done.to(*dtypes)
 
     return wide
 
@@ -193,6 +194,37 @@ def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
     small = torch.exp(-torch.abs(x))  # on a GPU PyTorch's `buffer` of it is empty
     share = small / (1 + small)
     return grad * torch.where(x < 0, 1 - share, share)
+
+
+@_own("fake_quantize_per_tensor_affine_cachemask.default")
+def _fake_quantize(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> tuple[Tensor, Tensor]:
+    if not low <= zero_point <= high:
+        raise RuntimeError("`zero_point` must be between `quant_min` and `quant_max`.")  # as eager
+    step = ctypes.c_float(scale).value
+    steps, inside = _steps(x, ctypes.c_float(1 / step).value, zero_point, low, high)
+    return (steps.float() * step).to(x.dtype), inside  # in float32 also of float64, as in eager
+
+
+@_own("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default")
+def _fake_quantize_by_tensors(x: Tensor, scale: Tensor, zero_point: Tensor, enabled: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    step, on = scale.reshape(()), enabled.reshape(()) != 0
+    steps, inside = _steps(x, 1 / step, zero_point.reshape(()), low, high)
+    return torch.where(on, (steps.float() * step).to(x.dtype), x), inside | ~on
+
+
+@_own("fake_quantize_per_channel_affine_cachemask.default")
+def _fake_quantize_channels(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int) -> tuple[Tensor, Tensor]:
+    along = [-1 if d == axis else 1 for d in range(x.dim())]
+    step = scale.reshape(along)
+    steps, inside = _steps(x, 1 / step, zero_point.reshape(along), low, high)
+    return (steps * step).to(x.dtype), inside
+
+
+def _steps(x: Tensor, per_step: Any, zero_point: Any, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """How many steps of the grid to the nearest value from `low` to `high`, counted from zero (NaN is the lowest), and where none is cut
+    off: there the gradient passes."""
+    q = torch.round((x.float() if x.dtype in HALF else x) * per_step) + zero_point
+    return torch.where(q >= low, torch.clamp(q, max=high), float(low)) - zero_point, (q >= low) & (q <= high)
 
 
 @functools.cache

@@ -71,7 +71,7 @@ class Recorder(Refusing, TorchDispatchMode):
     def poison(self, func: Any, nodes: Sequence[fx.Node]) -> None:
         """Remember that `func` mixes neurons; raised after the core ran, so that a later `if` can be named instead."""
         op = self.user_op or func
-        if torch.Tag.pointwise in op.tags:
+        if torch.Tag.pointwise in op.tags or "quantize" in op_name(op):  # quantising is elementwise too, and has no tag
             error: FlexSNError = UnsupportedOpError(
                 f"`{op_name(op)}` has no rule in the closed op set", core=self.sig.core, line=self.line()
             )

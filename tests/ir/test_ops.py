@@ -400,3 +400,39 @@ def test_op_db_compiled_in_full():
     rows = op_table.run([*op_table.scope(), *op_table.EXTRA], jobs=2)
     assert len(rows) == 133 + len(op_table.EXTRA)
     assert {r.name: [*r.forward, *r.backward][:2] for r in rows if not r.ok} == {}
+
+
+GRIDS = {
+    "numbers": lambda v: torch.fake_quantize_per_tensor_affine(v, 0.1, 3, -20, 27),
+    "tensors": lambda v: torch.fake_quantize_per_tensor_affine(v, torch.tensor([0.3]), torch.tensor([-2], dtype=torch.int32), -8, 7),
+    "channels": lambda v: torch.fake_quantize_per_channel_affine(
+        v, torch.tensor([0.1, 0.07, 0.3]), torch.tensor([0, 5, -3], dtype=torch.int32), v.dim() - 2, -20, 20
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", GRIDS)
+def test_fake_quantisation(name, dtype):
+    """Values have the bits of eager; the gradient goes straight through where nothing was cut off, and is 0 elsewhere."""
+
+    def core(x, v):
+        v = v * 0.5 + x
+        return GRIDS[name](v) * x, v
+
+    values = 3 * torch.randn(6, 3, 40)
+    values[0, :, :4] = torch.tensor([float("nan"), -0.001, 1e4, -1e4])
+    found = []
+    for backend in ("cpp", "torch"):
+        x = values.to(dtype).requires_grad_()
+        y = flexsn.FlexSN(core, 1, 1, backend=backend)(x)
+        found.append((y.detach(), *torch.autograd.grad(y.nan_to_num().sum(), x)))
+    for fused, eager in zip(*found, strict=True):
+        torch.testing.assert_close(fused, eager, rtol=0, atol=0, equal_nan=True)
+    assert len(found[0][1].unique()) > 10
+
+
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def test_fake_quantisation_refuses_what_eager_refuses(backend):
+    with pytest.raises(RuntimeError, match="`zero_point` must be between"):
+        flexsn.FlexSN(lambda x, v: (torch.fake_quantize_per_tensor_affine(x, 0.1, 9, 0, 7), v + x), 1, 1, backend=backend)(torch.rand(3, 2))
