@@ -7,7 +7,18 @@ Every message names the core, then the operand or op, then the user's source lin
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
+
+
+def as_shown(line: str) -> str:
+    """Return a `file:number: text` line as users know it: of a notebook, whose files are temporary ones, `cell In[7], line 3: text`."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)  # of IPython's cache of the cells that it has run
+    found = re.match(r"(.*?):(\d+)(:.*|$)", line, re.DOTALL)
+    named = name_of(found[1]) if name_of and found else None
+    return f"{named[0].lower()} {named[1]}, line {found[2]}{found[3]}" if found and named else line
 
 
 class FlexSNError(Exception):
@@ -24,7 +35,7 @@ class FlexSNError(Exception):
         self.reason, self.core, self.line, self.hint = message, core, line, hint
         text = f"core `{core}`: {message}" if core else message
         if line:
-            text += f"\n  at {line}"
+            text += f"\n  at {as_shown(line)}"
         if hint:
             text += f"\n  {hint}"
         self.args = (text,)  # Dynamo cannot follow `super().__init__` here

@@ -1,7 +1,10 @@
 """Every mistake has its class, and its message names the core, the operand or op, and the user's own line."""
 
 import inspect
+import linecache
 import pickle
+import sys
+import types
 import warnings
 
 import pytest
@@ -642,3 +645,57 @@ def test_sizes_of_a_trace_are_told_as_numbers():
         compiled(torch.rand(4, 3, 6))
         with pytest.raises(errors.ShapeMismatchError, match=r"`x` \[5, 6\], `v` \[3, 6\]"):
             compiled(torch.rand(4, 5, 6))
+
+
+# --- notebooks -----------------------------------------------------------------------------------------------------------------
+CELL = "def inhibited(x, v):\n    h = v + x\n    return h - h.mean(), h\n"
+
+
+class Shell:
+    """What IPython's shell has: a cache of the cells that it compiled, which names them."""
+
+    def __init__(self, file):
+        self.compile, self.file = self, file
+
+    def format_code_name(self, name):
+        return ("Cell", "In[7]") if name == self.file else None
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    """A core of a notebook's cell, whose file is a temporary one."""
+    file = "/tmp/ipykernel_123/456.py"
+    monkeypatch.setitem(linecache.cache, file, (len(CELL), None, CELL.splitlines(keepends=True), file))
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: Shell(file)))
+    names = {}
+    exec(compile(CELL, file, "exec"), names)
+    return names["inhibited"]
+
+
+def test_an_error_names_the_cell_of_a_notebook(cell):
+    with pytest.raises(errors.NotElementwiseError, match=r"\n  at cell In\[7\], line 3: return h - h\.mean\(\), h\n") as caught:
+        flexsn.scan(cell, [torch.rand(3, 2)], [None], strict=True)
+    assert caught.value.line == "/tmp/ipykernel_123/456.py:3: return h - h.mean(), h"
+    with pytest.warns(errors.FallbackWarning, match=r"at cell In\[7\], line 3"):
+        flexsn.scan(cell, [torch.rand(3, 2)], [None])
+
+
+def test_a_report_names_the_cell_of_a_notebook(cell):
+    report = flexsn.explain(cell, torch.rand(3, 2))
+    assert "core at cell In[7], line 1\n" in str(report) and "at       cell In[7], line 3: return" in str(report)
+    assert "ipykernel" not in str(report) + report.html()
+
+
+@pytest.mark.parametrize(
+    "module", [None, types.SimpleNamespace(), types.SimpleNamespace(get_ipython=lambda: None)], ids=["no IPython", "no shell", "no kernel"]
+)
+def test_files_keep_their_names(module, monkeypatch):
+    """Also beside a shell, a file is a file; a shell that names no cells is as none."""
+    if module is None:
+        monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    else:
+        monkeypatch.setitem(sys.modules, "IPython", module)
+    assert errors.as_shown("neurons.py:3: h = x") == "neurons.py:3: h = x"
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: Shell("other.py")))
+    assert errors.as_shown("neurons.py:3: h = x") == "neurons.py:3: h = x"
+    assert errors.as_shown("other.py:3") == "cell In[7], line 3" and errors.as_shown("no place") == "no place"

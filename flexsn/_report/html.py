@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
+from ..errors import as_shown
 from .measure import disturbance
 from .model import Facts, Op, Pass, SourceLine
 from .svg import draw
@@ -70,7 +71,7 @@ def _heading(title: str, report: Facts) -> str:
     facts = [
         ("backend", f"{report.choice.name}: {report.choice.why}"),
         *((name, why) for name, why in report.choice.others.items() if name != report.choice.name),
-        ("core", report.where or "written outside Python files"),
+        ("core", as_shown(report.where) if report.where else "written outside Python files"),
         ("example", f"T = {report.T}, step shape {list(report.step_shape)} = {report.neurons} neurons, on {report.device}"),
         *((o.kind, operand_words(o)) for o in report.operands),
         ("machine", f"{machine['processor']}, {machine['threads']} threads; GPU {machine['gpu']}"),
@@ -88,7 +89,8 @@ def _problem(report: Facts) -> str:
     p = report.problem
     if p is None:
         return ""
-    told = [("error", f"flexsn.errors.{p.error}"), ("what", p.message), ("op", p.op), ("at", p.line), ("instead", p.hint)]
+    where = as_shown(p.line) if p.line else None
+    told = [("error", f"flexsn.errors.{p.error}"), ("what", p.message), ("op", p.op), ("at", where), ("instead", p.hint)]
     return f'<section class="problem">\n<h2>Why it is not fused</h2>\n{_facts((k, v) for k, v in told if v)}\n</section>'
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..errors import as_shown
 from .measure import disturbance
 from .model import Facts, Op, Operand, Pass
 from .words import launch_words, seconds, short, total
@@ -28,7 +29,7 @@ def _heading(report: Facts, title: str) -> str:
     lines = [f"=== {title}: {state} ===", f"backend {report.choice.name}: {report.choice.why}"]
     lines += [f"  {name}: {why}" for name, why in report.choice.others.items() if name != report.choice.name]
     if report.where:
-        lines.append(f"core at {report.where}")
+        lines.append(f"core at {as_shown(report.where)}")
     lines.append(f"T = {report.T}, step shape {list(report.step_shape)} = {report.neurons} neurons, on {report.device}")
     lines += [f"  {o.kind:9}{operand_words(o)}" for o in report.operands]
     machine = report.machine
@@ -50,7 +51,7 @@ def _problem(report: Facts) -> str:
         return ""
     lines = [f"--- why not: {p.error} ---", p.message]
     lines += [f"  op       {p.op}"] if p.op else []
-    lines += [f"  at       {p.line}"] if p.line else []
+    lines += [f"  at       {as_shown(p.line)}"] if p.line else []
     lines += [f"  instead  {p.hint}"] if p.hint else []
     return "\n".join(lines)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..errors import as_shown
+
 
 def seconds(value: float | None) -> str:
     if value is None:
@@ -23,12 +25,12 @@ def total(nbytes: float) -> str:
 
 
 def short(line: str | None) -> str:
-    """`file.py:number` of a `file:number: text` line."""
+    """`file.py:number` of a `file:number: text` line, or `cell In[7], line 3` of a notebook's."""
     if not line:
         return ""
-    place = line.partition(": ")[0].rstrip(":")
+    place = as_shown(line).partition(": ")[0].rstrip(":")
     file, _, number = place.rpartition(":")
-    return f"{os.path.basename(file)}:{number}"
+    return f"{os.path.basename(file)}:{number}" if file else place
 
 
 _TOLD = {

@@ -21,7 +21,7 @@ from .._program.cache import program_for
 from .._runtime.backends import backend_of
 from .._torch.compiling import is_optimized_module
 from .._viz.monitor import watches
-from ..errors import CannotFuseError, FlexSNError, InterchangeError
+from ..errors import CannotFuseError, FlexSNError, InterchangeError, as_shown
 from ..module import FlexSN
 
 _SET_WEIGHTS = (BasePruningMethod, WeightNorm, SpectralNorm)  # pre-hooks that compute a weight, and leave the input as it is
@@ -274,7 +274,7 @@ def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
 
 
 def _cannot_fuse(error: CannotFuseError) -> LeaveAlone:
-    return LeaveAlone(f"cannot be fused: {error.reason}{f', at {error.line}' if error.line else ''}")
+    return LeaveAlone(f"cannot be fused: {error.reason}{f', at {as_shown(error.line)}' if error.line else ''}")
 
 
 def _steps(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
