@@ -13,7 +13,7 @@ from .._capture.signature import Signature, check_operands, core_name, make_sign
 from .._captured.captured_values import CapturedValues
 from .._runtime import fork
 from .._runtime.backends import check_backend
-from .._torch.autograd import call_modes, unwrap_if_dead
+from .._torch.autograd import call_modes, profiler_flag, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active
 from ..errors import BackendUnavailableError, CannotFuseError, StaleStateError
@@ -119,7 +119,8 @@ def _run_first(
             return results
     inputs, states, params = sharding.settled_groups(inputs, states, params)
     around = sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext()
-    with around, noting("the eager loop", why):
+    named = torch.autograd.profiler.record_function(f"flexsn::{sig.core} loop") if profiler_flag()() else contextlib.nullcontext()
+    with around, named, noting("the eager loop", why):
         outputs, finals, state_seqs = eager_loop(seen.runnable(core), sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
 

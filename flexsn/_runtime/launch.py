@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._ir.roles import Kind, Role
 from .._plan.plan import Array, KernelPlan, Plan
+from .._torch.autograd import profiler_flag
 from ..errors import DeviceMismatchError
 from .layout import Order, by_index, strides_of
 from .memory import allocator
@@ -48,7 +49,7 @@ class Launch:
         given = {role: place for place, role in enumerate((*roles, *self.params)) if role is not None}
         self._reads = [given[a.role] for a in kernel.plan.reads if a.role in given]
         present = [a.role in given for a in kernel.plan.reads] + [a.role in self.places for a in kernel.plan.writes]
-        self._run = kernel.bind(present, T, self.numel)
+        self._run, self._profiling = kernel.bind(present, T, self.numel), profiler_flag()
 
     def __call__(self, operands: Sequence[Tensor | None], params: Mapping[Role, Tensor]) -> list[Tensor]:
         """Run; returns what was written, in the order of `writes`."""
@@ -74,7 +75,11 @@ class Launch:
         if self.T == 0:
             _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._roles, given, strict=False)))
         arrays += written
-        self._run(arrays, dims)
+        if self._profiling():
+            with torch.autograd.profiler.record_function(f"flexsn::{self.kernel.plan.core} {self.kernel.plan.direction}"):
+                self._run(arrays, dims)
+        else:
+            self._run(arrays, dims)
         return written
 
     def fixed(self, given: Sequence[Tensor | None]) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from .availability import PROFILES, moved
 
 
 def records_gradients() -> bool:
@@ -82,3 +85,9 @@ current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id"
 def after_backward(call: Callable[[], None]) -> None:
     """Called when the backward that runs on this thread ends."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # 2.11, 2.13
+
+
+@functools.cache
+def profiler_flag() -> Callable[[], bool]:
+    """Return the function that tells whether a profiler of PyTorch's runs; one in C, since every launch asks."""
+    return bool if moved(PROFILES) else torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # 2.11, 2.13

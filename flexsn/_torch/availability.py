@@ -3,7 +3,8 @@
 Each group is looked up when its feature is first used. Where a name is missing, a warning names it, the feature and the versions.
 That feature is off, and everything else goes on. Without `KERNELS`, `TRANSFORMS` (under a transform) or `LOWLEVEL` a call raises, and
 `backend="auto"` takes the eager loop; without `COMPILE` or `TRACES` it runs between compiled parts; without `INDUCTOR` compiled
-code calls the kernels through the dispatcher; without `FUSION` batch norms stay outside of them; without `GPU` public calls serve.
+code calls the kernels through the dispatcher; without `FUSION` batch norms stay outside of them; without `GPU` public calls serve; without
+`PROFILES` profiles show kernels without names.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ COMPILE = "torch.compile"
 INDUCTOR = "kernels in Inductor's code"
 FUSION = "batch norms in kernels"
 LOWLEVEL = "flexsn.lowlevel"
+PROFILES = "names of neurons in profiles"
 
 # By feature and module: what is read of it. The feature is off where one is missing. What a class holds counts with the class.
 _NAMES = {
@@ -87,6 +89,9 @@ _NAMES = {
     LOWLEVEL: {
         "torch._functorch.aot_autograd": "aot_export_joint_simple",
         "torch._functorch.partitioners": "min_cut_rematerialization_partition",
+    },
+    PROFILES: {
+        "torch.autograd": "_profiler_enabled",
     },
 }
 INTERFACES = {group: [f"{module}:{name}" for module, names in of.items() for name in names.split()] for group, of in _NAMES.items()}

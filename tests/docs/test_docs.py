@@ -236,7 +236,7 @@ def test_explain_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "explain.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict = {}
     exec(compile("\n".join(blocks), str(page), "exec"), names)
     assert names["page"].startswith("<!DOCTYPE html>") and names["drawing"].startswith("<svg")

@@ -61,6 +61,34 @@ def test_frames_of_inference():
     assert len(found) <= 12, found
 
 
+def ranges(run):
+    """What `run` shows of flexsn in a profile: the names of its ranges, in order."""
+    with torch.profiler.profile() as traced:
+        run()
+    return [e.name for e in sorted(traced.events(), key=lambda e: e.time_range.start) if e.name.startswith("flexsn::")]
+
+
+def test_profiles_show_a_neuron_by_its_name():
+    net, x = torch.nn.Sequential(flexsn.LIF(), FlexSN(lambda x, v: (x * 1.5 + v, v + x), num_states=1)), torch.rand(4, 1, 16)
+    net(x.requires_grad_()).sum().backward()
+    flexsn.reset_net(net)
+    assert ranges(lambda: net(x).sum().backward()) == [
+        "flexsn::lif forward", "flexsn::<lambda> forward", "flexsn::<lambda> backward", "flexsn::lif backward",
+    ]  # fmt: skip
+    with torch.no_grad():
+        assert ranges(lambda: flexsn.LIF()(x)) == ["flexsn::lif forward"]
+        assert ranges(lambda: flexsn.LIF(backend="torch")(x)) == ["flexsn::lif loop"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # of a module that Inductor imports
+@pytest.mark.slow
+def test_profiles_of_compiled_calls_show_a_neuron_by_its_name():
+    net, x = torch.compile(flexsn.LIF(stateful=False)), torch.rand(4, 1, 16)
+    with torch.no_grad():
+        net(x)
+        assert ranges(lambda: net(x)) == ["flexsn::lif forward"]
+
+
 def test_kernels_are_loaded_before_autograd_is_entered(monkeypatch):
     """Nothing is planned or built inside an autograd Function's forward."""
     from flexsn._operator.autograd import _Eager

@@ -46,16 +46,18 @@ def trained(backend):
     out.square().sum().backward()
     return out.detach(), x.grad
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(record=True) as at_once:
     warnings.simplefilter("error")
+    warnings.simplefilter("always", InterfaceWarning)
     for found, want in zip(trained("cpp"), trained("torch"), strict=True):
         torch.testing.assert_close(found, want)
     assert want.std() > 0
+assert bool(at_once) == {at_once}
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     x, plain = torch.rand(4, 5, 3), lambda x, v: (x + v, v * 0.5 + x)
 {used}
-print(*[w.message for w in said if w.category is InterfaceWarning])
+print(*[w.message for w in (*at_once, *said) if w.category is InterfaceWarning])
 """
 
 USED = {
@@ -83,6 +85,7 @@ import torch._inductor.lowering
 from flexsn._torch_compile.call_sites import prepare_inductor
 prepare_inductor()
 """,
+    interfaces.PROFILES: "pass",  # every launch asks
     interfaces.LOWLEVEL: """
 try:
     flexsn.lowlevel.generate_inference_graph(lambda x: x + 1, [x])
@@ -101,7 +104,7 @@ def test_every_optional_feature_has_a_switch():
 def test_fused_kernels_run_without(feature):
     names = interfaces.INTERFACES[feature]
     used = "\n".join(f"    {line}" for line in USED[feature].strip().splitlines())
-    code = WITHOUT.format(names=names, used=used)
+    code = WITHOUT.format(names=names, used=used, at_once=feature == interfaces.PROFILES)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
