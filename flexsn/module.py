@@ -359,7 +359,7 @@ class FlexSN(CoreOwner):
 
     def __deepcopy__(self, memo):
         self._refuse_stale()
-        state = self.__getstate__()
+        state = self._state()
         for key in ("states", "state_seqs"):  # tensors of a graph cannot be copied; their values can
             state[key] = None if state[key] is None else [v.detach() for v in state[key]]
         return self._copy(state, memo)

@@ -116,7 +116,11 @@ class CoreOwner(nn.Module):
 
     # --- copies ------------------------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict) -> Any:
-        return self._copy(self.__getstate__(), memo)
+        return self._copy(self._state(), memo)
+
+    def _state(self) -> dict[str, Any]:
+        """Return `__getstate__`, also of a parametrized module: of its class PyTorch refuses it, so that it is not pickled."""
+        return super(type(self), self).__getstate__() if "parametrizations" in self._modules else self.__getstate__()
 
     def _copy(self, state: dict[str, Any], memo: dict) -> Any:
         """Return a copy with copies of these attributes. The cells of functions are copied like `self` of a bound method."""

@@ -90,4 +90,4 @@ def after_backward(call: Callable[[], None]) -> None:
 @functools.cache
 def profiler_flag() -> Callable[[], bool]:
     """Return the function that tells whether a profiler of PyTorch's runs; one in C, since every launch asks."""
-    return bool if moved(PROFILES) else torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # 2.11, 2.13
+    return bool if moved(PROFILES) else torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # it is there (2.11, 2.13)

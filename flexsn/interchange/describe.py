@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from .. import neurons
 from ..errors import InterchangeError
@@ -53,10 +54,11 @@ def described(neuron: FlexSN) -> Described:
     Raises:
         InterchangeError: NIR has no such neuron.
     """
+    own = type_before_parametrizations(neuron)  # as with bounds
     for kind, cls in KINDS.items():
-        if type(neuron) is cls:
+        if own is cls and isinstance(neuron, cls):
             return kind, neuron.arguments
-    if type(neuron) is neurons.ParametricLIF:
+    if own is neurons.ParametricLIF and isinstance(neuron, own):
         return "LIF", {**neuron.arguments, "tau": neuron.tau}
     describe = getattr(neuron.core, "describe", None)  # a converted neuron of another library
     if describe is None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .._capture.arguments import InitialStates, Stateful
 from .._capture.signature import positional_names
 from .._torch.transforms import is_plain
 from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN
+from .bounds import Bounded
 
 _SHOWN = ("tau", "v_threshold", "v_reset")  # in the repr, whatever their values
+Bounds = Mapping[str, tuple[float | None, float | None]]
 Argument = float | int | bool | str | None | Tensor | Callable[..., Any]
 
 
@@ -31,6 +35,7 @@ class Neuron(FlexSN):
     Args:
         learn: names of the arguments that are learned: each becomes an `nn.Parameter`, a scalar unless `per_channel`.
         learn_tau: learn every argument whose name begins with `tau`.
+        bounds: `{"tau": (1.0, None)}`: between which numbers a learned argument stays, None for no bound (see `Bounded`).
         per_channel: number of channels `C`: what is learned, and every tensor given for an argument, is `[C]` and goes
             along dim 1 of a step, as in `nn.BatchNorm2d`: inputs are `[T, B, C, *]`, or `[T, C]`.
         initial_states: as that of `FlexSN`; by default every state starts where it rests (see the core).
@@ -65,14 +70,15 @@ class Neuron(FlexSN):
             setattr(cls, name, _Attribute(functools.partial(_get, name=name), functools.partial(_set, name=name)))
 
     def __init__(
-        self, *args: Argument, learn: Sequence[str] = (), learn_tau: bool = False, per_channel: int | None = None,
-        initial_states: InitialStates | None = None, step_mode: str = "m", backend: str = "auto", store_state_seqs: bool = False,
-        strict: bool = False, stateful: Stateful = True, **kwargs: Argument,
+        self, *args: Argument, learn: Sequence[str] = (), learn_tau: bool = False, bounds: Bounds | None = None,
+        per_channel: int | None = None, initial_states: InitialStates | None = None, step_mode: str = "m", backend: str = "auto",
+        store_state_seqs: bool = False, strict: bool = False, stateful: Stateful = True, **kwargs: Argument,
     ):  # fmt: skip
         cls = type(self)
         values = self._arguments(args, kwargs)
         per_channel = _channel_count(cls, per_channel)
         learned = _learned(cls, values, learn, learn_tau)
+        within = _within(cls, learned, bounds or {})
         values = {n: _value(f"{cls.__name__}: {n}", v, n in learned, per_channel) for n, v in values.items()}
         if per_channel is not None and not any(isinstance(v, Tensor) for v in values.values()):
             raise ArgumentError(
@@ -87,6 +93,8 @@ class Neuron(FlexSN):
         )  # fmt: skip
         self.per_channel = per_channel
         self._modules.update({n: v for n, v in values.items() if isinstance(v, nn.Module)})  # past `add_module`: properties have the names
+        for name, bounded in within.items():
+            parametrize.register_parametrization(self, name, bounded)
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         if self.per_channel is not None:
@@ -145,6 +153,18 @@ class Neuron(FlexSN):
     @property
     def state_names(self) -> tuple[str, ...]:
         return positional_names(type(self).step)[0][self.num_inputs : self.num_inputs + self.num_states]
+
+    def rest(self, *shape: int) -> list[Tensor]:
+        """Return the states that calls after `reset()` start from, for steps `[*shape]`: where the neuron rests, or what `initial_states`
+        says (a function of the inputs is given zeros).
+
+        Returns:
+            One tensor `[*shape]` per state, in the order of `state_names`, in the dtype and on the device of the neuron's own tensors.
+        """
+        own = next(itertools.chain(self.parameters(), self.buffers()), None)
+        x = (torch.zeros if own is None else own.new_zeros)(shape if self.step_mode == "s" else (1, *shape))
+        starts, dtype = self.start_states(*[x] * self.num_inputs), self.start_dtype(x)
+        return [x.new_zeros(shape, dtype=dtype) if v is None else v.expand(shape).clone() for v in starts]
 
     def start_states(self, *inputs: Tensor) -> list[Tensor | None]:
         if self.initial_states is not None:
@@ -313,6 +333,15 @@ def _learned(cls: type[Neuron], values: dict[str, Any], learn: Any, learn_tau: b
     return learned
 
 
+def _within(cls: type[Neuron], learned: set[str], bounds: Bounds) -> dict[str, Bounded]:
+    """Parametrizations of learned arguments, by name."""
+    if not isinstance(bounds, Mapping) or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in bounds.values()):
+        raise ArgumentError(f"{cls.__name__}: bounds must be pairs by name, as in bounds={{'tau': (1.0, None)}}, not {bounds!r}")
+    if others := sorted(bounds.keys() - learned):
+        raise ArgumentError(f"{cls.__name__}: bounds are of what is learned, and {others} are not", hint=f"Write `learn={tuple(others)}`.")
+    return {name: Bounded(low, high) for name, (low, high) in bounds.items()}
+
+
 def _value(name: str, value: Any, learned: bool, channels: int | None) -> Any:
     """An argument as the core takes it: a constant, a buffer, or a parameter."""
     if learned and not (is_number(value) or isinstance(value, Tensor)):
@@ -347,7 +376,7 @@ class ByChannel:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
-        kind = "learned" if isinstance(value, nn.Parameter) else "tensor"
+        kind = "learned" if value.requires_grad else "tensor"  # a bounded one is no parameter itself
         return f"{value.item():.4g} ({kind})" if value.dim() == 0 else f"{list(value.shape)} ({kind})"
     if isinstance(value, functools.partial):
         return f"{_shown(value.func)}({', '.join(f'{n}={_shown(v)}' for n, v in value.keywords.items())})"

@@ -63,7 +63,7 @@ def snippets(page, count):
 
 
 def test_neuron_snippets_run(counts):
-    names = snippets("neurons.md", 2)
+    names = snippets("neurons.md", 4)
     annealed, made = names["annealed"], (counts.programs, counts.builds)
     for threshold in (0.4, 0.3):
         annealed.reset()
@@ -77,6 +77,7 @@ def test_neuron_snippets_run(counts):
     assert counts.programs > made[0]  # a number is a constant
     assert names["learned"].tau.grad.shape == (16,) and names["learned"].tau.grad.abs().sum() > 0
     assert 0 < names["spikes"].mean() < 1 and names["v"].shape == (8, 16)
+    assert abs(names["fitted"].g_leak - 0.2) < 1e-6 and names["fired"].shape == (100, 8, 16)
 
 
 def test_surrogate_snippets_run():
@@ -95,7 +96,7 @@ def test_pages_of_the_zoo_are_those_of_the_code():
     for path, page in zoo.pages().items():
         assert path.read_text() == page, f"{path.name}: run `python tools/zoo.py --write`"
     assert {n for names in zoo.FAMILIES.values() for n in names} == {
-        n for n, c in vars(flexsn.neurons).items() if isinstance(c, type) and n not in ("Neuron", "Synaptic")
+        n for n, c in vars(flexsn.neurons).items() if isinstance(c, type) and n not in ("Bounded", "Neuron", "Synaptic")
     }
     assert set(zoo.PEERS) == set(flexsn.surrogate.__all__) - {"straight_through_estimator", "deterministic_pass"}
     assert set(zoo.CURVES) == set(zoo.PEERS) - {"custom_surrogate"}, "the page says that the plot has all but that one"

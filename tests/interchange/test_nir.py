@@ -225,6 +225,11 @@ def test_a_learned_time_constant_is_written_as_it_is_now():
     np.testing.assert_allclose(node.r, 4.0, rtol=1e-6)
 
 
+def test_a_bounded_constant_is_written_as_any():
+    lif = flexsn.LIF(tau=4.0, learn_tau=True, bounds={"tau": (1.0, None)}, decay_input=False)
+    np.testing.assert_allclose(flexsn.to_nir(nn.Sequential(lif), torch.rand(T, B, 4), dt=1.0).nodes["0"].tau, 4.0, rtol=1e-6)
+
+
 def test_single_step_models():
     net = nn.Sequential(nn.Linear(4, 3), flexsn.LIF(step_mode="s"), Delay(2, step_mode="s"))
     graph = flexsn.to_nir(net, torch.rand(B, 4))

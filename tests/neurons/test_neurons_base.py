@@ -3,12 +3,14 @@
 import copy
 import inspect
 import io
+import math
 import pickle
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import flexsn
 from flexsn import neurons, surrogate
@@ -29,7 +31,7 @@ def test_arguments_are_those_of_the_core():
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("name", [n for n in neurons.__all__ if isinstance(getattr(neurons, n), type) and n != "Neuron"])
+@pytest.mark.parametrize("name", [n for n in neurons.__all__ if isinstance(getattr(neurons, n), type) and n not in ("Neuron", "Bounded")])
 def test_bools_are_spikes(name, backend):
     """Of neurons with several inputs each may be."""
     neuron = getattr(neurons, name)(backend=backend, stateful=False)
@@ -468,3 +470,151 @@ def test_arguments_are_properties_of_subclasses_too():
     layer = Bounded()
     layer.v_threshold = 5.0
     assert layer.v_threshold == 2.0 and layer.core.keywords["v_threshold"] == 2.0
+
+
+# --- bounds --------------------------------------------------------------------------------------------------------------------
+PAIRS = [(1.0, None), (None, 5.0), (1.0, 5.0)]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("made", [torch.optim.SGD, torch.optim.Adam])
+def test_a_bounded_constant_stays_between_its_bounds_and_comes_back(made, pair):
+    """Driven against a bound, and then away from it: its gradient is never zero."""
+    low, high = pair[0] or -math.inf, pair[1] or math.inf
+    for bound, towards in ((low, -1.0), (high, 1.0)):
+        neuron = flexsn.LIF(tau=3.0, learn_tau=True, bounds={"tau": pair})
+        (z,) = neuron.parameters()
+        optimizer = made([z], lr=0.3)
+        for direction, steps in ((towards, 100), (-towards, 200)):
+            for _ in range(steps if math.isfinite(bound) else 0):
+                optimizer.zero_grad()
+                (-10.0 * direction * neuron.tau).backward()
+                assert z.grad.abs() > 0
+                optimizer.step()
+                assert low <= neuron.tau <= high
+            if direction == towards and math.isfinite(bound):
+                assert abs(neuron.tau - bound) < 0.1
+        assert abs(neuron.tau - bound) > 1.9
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_gradients_of_bounds(pair):
+    bounded = neurons.Bounded(*pair)
+    value = torch.tensor([1.001, 2.0, 4.9], dtype=torch.float64)
+    z = bounded.right_inverse(value)
+    torch.testing.assert_close(bounded(z), value)
+    assert torch.autograd.gradcheck(bounded, (z.requires_grad_(),))
+    for extreme in (-60.0, 17.0, 60.0):  # where a sigmoid in float32 is 0 or 1
+        z = torch.tensor(extreme, requires_grad=True)
+        assert torch.autograd.grad(bounded(z), z)[0] != 0
+
+
+def test_a_conductance_cannot_become_negative():
+    """A fit of a Hodgkin-Huxley neuron to a voltage that pulls the leak down: without bounds its conductance becomes negative, and the
+    fit is lost."""
+    x, ends = torch.full((40, 2), 5.0), []
+    for bounds in (None, {"g_leak": (0.0, None)}):
+        neuron = flexsn.HodgkinHuxley(learn="g_leak", bounds=bounds, stateful=False, store_state_seqs=True, dt=0.05)
+        optimizer = torch.optim.SGD(neuron.parameters(), lr=0.5)
+        for _ in range(20):
+            optimizer.zero_grad()
+            neuron(x)
+            neuron.state_seqs[0].mean().backward()
+            optimizer.step()
+        ends.append(neuron.g_leak.item())
+    assert not ends[0] > 0 and 0 < ends[1] < 0.3  # the first is NaN by now
+
+
+def test_bounded_neurons_are_neurons():
+    """Copies, state dicts, kernels, compiled calls, exports, transforms."""
+
+    def make():
+        return flexsn.LIF(tau=3.0, learn=("tau", "v_leak"), bounds={"tau": (1.0, None)}, stateful=False, strict=True)
+
+    neuron, plain = make(), flexsn.LIF(tau=3.0, learn=("tau", "v_leak"), stateful=False)
+    assert torch.equal(neuron(X), plain(X)) and "tau=3 (learned)" in repr(neuron)
+    assert dict(neuron.named_parameters()).keys() == {"v_leak", "parametrizations.tau.original"}
+    neuron.tau = torch.tensor(4.0)
+    twin, loaded = copy.deepcopy(neuron), make()
+    loaded.load_state_dict(neuron.state_dict())
+    want = flexsn.LIF(tau=4.0, stateful=False)(X)
+    for other in (neuron, twin, loaded, torch.export.export(neuron, (X,)).module()):
+        torch.testing.assert_close(other(X), want)
+    with torch.no_grad():
+        twin.parametrizations.tau.original.fill_(0.0)
+    assert abs(neuron.tau - 4.0) < 1e-5 and abs(twin.tau - 1.6931) < 1e-3
+    params = dict(neuron.named_parameters())
+    found = torch.func.grad(lambda p: torch.func.functional_call(neuron, p, (X,)).mean())(params)
+    neuron(X).mean().backward()
+    for name, p in params.items():
+        torch.testing.assert_close(found[name], p.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # of a module that Inductor imports
+@pytest.mark.slow
+def test_a_compiled_neuron_with_bounds():
+    found = []
+    for run in (lambda net: net, lambda net: torch.compile(net, fullgraph=True)):
+        neuron = flexsn.LIF(tau=3.0, learn_tau=True, bounds={"tau": (1.0, 9.0)}, stateful=False)
+        run(neuron)(X).mean().backward()
+        found += [p.grad for p in neuron.parameters()]
+    torch.testing.assert_close(*found)
+
+
+def test_per_channel_bounds():
+    neuron = flexsn.LIF(tau=torch.tensor([2.0, 3.0, 4.0, 5.0]), learn_tau=True, per_channel=4, bounds={"tau": (1, 10)})
+    want = flexsn.LIF(tau=torch.tensor([2.0, 3.0, 4.0, 5.0]), per_channel=4)
+    torch.testing.assert_close(neuron(X), want(X))
+
+
+def test_mistakes_with_bounds():
+    for message, arguments in (
+        (r"bounds are of what is learned, and \['tau'\] are not\n.*learn=\('tau',\)", {"bounds": {"tau": (1, None)}}),
+        ("bounds must be pairs by name", {"learn_tau": True, "bounds": {"tau": 1.0}}),
+        ("bounds must be pairs by name", {"learn_tau": True, "bounds": [1.0, None]}),
+        ("low < high", {"learn_tau": True, "bounds": {"tau": (3.0, 1.0)}}),
+        (r"not \(None, None\)", {"learn_tau": True, "bounds": {"tau": (None, None)}}),
+        ("2.0 is not between the bounds 2.0 and inf", {"learn_tau": True, "bounds": {"tau": (2.0, None)}}),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            flexsn.LIF(**arguments)
+    neuron = flexsn.LIF(learn_tau=True, bounds={"tau": (1.0, None)})
+    with pytest.raises(ArgumentError, match="is not between"):
+        neuron.tau = torch.tensor(0.5)
+    with pytest.raises(ArgumentError, match=r"torch\.full_like"):
+        neuron.tau = 3.0
+
+
+# --- rest ----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", [n for n in neurons.__all__ if isinstance(getattr(neurons, n), type) and n not in ("Neuron", "Bounded")])
+def test_a_call_from_rest_is_the_first_call(name):
+    for step_mode, dtype in (("m", torch.float32), ("s", torch.float32), ("m", torch.float64)):
+        neuron = getattr(neurons, name)(backend="torch", step_mode=step_mode).to(dtype)
+        xs = [2 * torch.rand(5, 3, 4, dtype=dtype) for _ in range(neuron.num_inputs)]
+        want = neuron(*xs)
+        states = neuron.rest(*(xs[0].shape if step_mode == "s" else xs[0].shape[1:]))
+        assert len(states) == len(neuron.state_names) and {v.shape for v in states} == {v.shape for v in neuron.states}
+        neuron.states = [v.to(dtype) for v in states]
+        assert torch.equal(neuron(*xs), want)
+
+
+def test_rest_is_where_the_neuron_starts():
+    (v,) = flexsn.LIF(v_leak=-65.0).rest()
+    assert v.shape == () and v == -65.0 and v.dtype == torch.float32
+    (v,) = flexsn.LIF(v_leak=torch.tensor([1.0, 2.0]), per_channel=2, learn="v_leak").double().rest(3, 2, 4)
+    assert v.shape == (3, 2, 4) and v.dtype == torch.float64 and v.requires_grad and v[0, :, 0].tolist() == [1.0, 2.0]
+    v, a = flexsn.ALIF(initial_states=[0.5, None]).rest(3)
+    assert v.tolist() == [0.5] * 3 and a.tolist() == [0.0] * 3
+    assert flexsn.LIF(initial_states=lambda x: [x[0] + 0.25]).rest(2)[0].tolist() == [0.25] * 2
+    v, *gates = flexsn.HodgkinHuxley().rest(2)
+    assert v.tolist() == [-65.0] * 2 and [round(g[0].item(), 3) for g in gates] == [0.053, 0.596, 0.318]
+    v.add_(1.0)
+    assert flexsn.HodgkinHuxley().rest(2)[0].tolist() == [-65.0] * 2
+
+
+def test_a_core_of_ones_own_is_bounded():
+    w = nn.Parameter(torch.tensor(0.5))
+    neuron = flexsn.FlexSN(lambda x, v: (x * w + v, v * w), num_states=1, stateful=False)
+    want = neuron(X)
+    parametrize.register_parametrization(neuron, "w", neurons.Bounded(0.0, 1.0))
+    assert torch.equal(neuron(X), want) and abs(neuron.parametrizations.w.original) < 1e-6

@@ -11,7 +11,7 @@ from helpers import assert_same_grads, assert_same_values
 import flexsn
 from flexsn import neurons
 
-ZOO = {n: c for n, c in vars(neurons).items() if isinstance(c, type) and c is not neurons.Neuron and n != "Synaptic"}
+ZOO = {n: c for n, c in vars(neurons).items() if isinstance(c, type) and n not in ("Bounded", "Neuron", "Synaptic")}
 SPIKING = [n for n, c in ZOO.items() if "v_reset" in c.defaults]
 RUNAWAY = {"AdEx", "Izhikevich", "ExponentialIF", "QuadraticIF"}  # to infinity, without a hard reset
 RESETS = [(n, {"detach_reset": True}) for n in SPIKING] + [
