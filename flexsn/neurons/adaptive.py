@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Unpack
+
 from torch import Tensor
 
 from ..surrogate import atan
-from .base import Neuron
+from .base import Neuron, Options
 from .integrate import Surrogate, charge
 from .reset import Number, Reset, reset
 
@@ -58,6 +60,22 @@ def adlif(
 class ALIF(Neuron, core=alif, start=("v_leak", 0.0)):
     """Adaptive-threshold LIF layer (LSNN): arguments of `alif`, options of `Neuron`."""
 
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, tau_adapt: Number = 20.0, beta: Number = 0.2, v_threshold: Number = 1.0, v_reset: Reset = 0.0,
+            v_leak: Number = 0.0, r: Number = 1.0, decay_input: bool = True, detach_reset: bool = False, surrogate: Surrogate = atan,
+            **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
+
 
 class AdLIF(Neuron, core=adlif, start=("v_leak", 0.0)):
     """LIF layer with spike-frequency adaptation: arguments of `adlif`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, tau_adapt: Number = 20.0, a: Number = 0.0, b: Number = 0.2, v_threshold: Number = 1.0,
+            v_reset: Reset = 0.0, v_leak: Number = 0.0, r: Number = 1.0, detach_reset: bool = False, surrogate: Surrogate = atan,
+            **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,21 @@ from .bounds import Bounded
 _SHOWN = ("tau", "v_threshold", "v_reset")  # in the repr, whatever their values
 Bounds = Mapping[str, tuple[float | None, float | None]]
 Argument = float | int | bool | str | None | Tensor | Callable[..., Any]
+
+
+class Options(TypedDict, total=False):
+    """What every neuron takes by keyword beside the arguments of its core, for type checkers."""
+
+    learn: Sequence[str]
+    learn_tau: bool
+    bounds: Bounds | None
+    per_channel: int | None
+    initial_states: InitialStates | None
+    step_mode: str
+    backend: str
+    store_state_seqs: bool
+    strict: bool
+    stateful: Stateful
 
 
 class Neuron(FlexSN):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Unpack
+
 from torch import Tensor
 
 from ..surrogate import atan
-from .base import Neuron
+from .base import Neuron, Options
 from .integrate import Surrogate
 from .reset import Number, Reset, reset
 
@@ -32,3 +34,11 @@ def two_compartment_lif(
 
 class TwoCompartmentLIF(Neuron, core=two_compartment_lif, start=("v_leak", "v_leak")):
     """Two-compartment LIF layer, called with two sequences: arguments of `two_compartment_lif`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, tau_dend: Number = 10.0, g: Number = 0.5, g_dend: Number = 0.1, v_threshold: Number = 1.0,
+            v_reset: Reset = 0.0, v_leak: Number = 0.0, r: Number = 1.0, detach_reset: bool = False, surrogate: Surrogate = atan,
+            **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ..surrogate import atan
-from .base import Neuron
+from .base import Neuron, Options
 from .integrate import Surrogate
 from .reset import Number, Reset, reset
 
@@ -89,14 +89,43 @@ def _recovery(neuron: Any) -> Number:
 class QuadraticIF(Neuron, core=quadratic_if, start=("v_leak",)):
     """Quadratic integrate-and-fire layer: arguments of `quadratic_if`, options of `Neuron`."""
 
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, a0: Number = 1.0, v_c: Number = 0.8, v_threshold: Number = 1.0, v_reset: Reset = -0.1,
+            v_leak: Number = 0.0, r: Number = 1.0, detach_reset: bool = False, surrogate: Surrogate = atan, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
+
 
 class ExponentialIF(Neuron, core=exponential_if, start=("v_leak",)):
     """Exponential integrate-and-fire layer: arguments of `exponential_if`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, delta_t: Number = 1.0, v_rh: Number = 0.8, v_threshold: Number = 1.0, v_reset: Reset = -0.1,
+            v_leak: Number = 0.0, r: Number = 1.0, detach_reset: bool = False, surrogate: Surrogate = atan, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
 
 
 class AdEx(Neuron, core=adex, start=("v_leak", 0.0)):
     """Adaptive exponential integrate-and-fire layer: arguments of `adex`, options of `Neuron`."""
 
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, c_m: Number = 281.0, g_leak: Number = 30.0, v_leak: Number = -70.6, v_rh: Number = -50.4, delta_t: Number = 2.0,
+            tau_w: Number = 144.0, a: Number = 4.0, b: Number = 80.5, v_threshold: Number = -40.4, v_reset: Reset = -70.6, dt: Number = 0.1,
+            detach_reset: bool = False, surrogate: Surrogate = atan, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
+
 
 class Izhikevich(Neuron, core=izhikevich, start=("v_reset", _recovery)):
     """Layer of Izhikevich's neurons: arguments of `izhikevich`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, a: Number = 0.02, b: Number = 0.2, d: Number = 8.0, v_threshold: Number = 30.0, v_reset: Reset = -65.0, dt: Number = 1.0,
+            detach_reset: bool = False, surrogate: Surrogate = atan, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip

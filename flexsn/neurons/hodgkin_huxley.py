@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Unpack
+
 import torch
 from torch import Tensor
 
 from ..surrogate import atan
-from .base import Neuron
+from .base import Neuron, Options
 from .integrate import Surrogate
 from .reset import Number
 
@@ -58,3 +60,11 @@ def _rest(v: float) -> tuple[float, ...]:
 
 class HodgkinHuxley(Neuron, core=hodgkin_huxley, start=_rest(-65.0)):
     """Hodgkin-Huxley layer: arguments of `hodgkin_huxley`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, c_m: Number = 1.0, g_na: Number = 120.0, g_k: Number = 36.0, g_leak: Number = 0.3, e_na: Number = 50.0,
+            e_k: Number = -77.0, e_leak: Number = -54.387, v_threshold: Number = 0.0, dt: Number = 0.01, surrogate: Surrogate = atan,
+            **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip

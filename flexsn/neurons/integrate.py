@@ -7,14 +7,14 @@ of `v_threshold`. A step charges the membrane to `h`, spikes where `h` reaches t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
 from ..surrogate import atan
-from .base import Neuron, is_number, plain, smallest
+from .base import Neuron, Options, is_number, plain, smallest
 from .reset import Number, Reset, reset, sigmoid
 
 Surrogate = Callable[[Tensor], Tensor]
@@ -138,13 +138,33 @@ def gated_lif(
 class IF(Neuron, core=integrate_and_fire, start=("v_reset",)):
     """Integrate-and-fire layer: arguments of `integrate_and_fire`, options of `Neuron`."""
 
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, v_threshold: Number = 1.0, v_reset: Reset = 0.0, r: Number = 1.0, detach_reset: bool = False, surrogate: Surrogate = atan,
+            **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
+
 
 class LIF(Neuron, core=lif, start=("v_leak",)):
     """Leaky integrate-and-fire layer: arguments of `lif`, options of `Neuron`."""
 
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, v_threshold: Number = 1.0, v_reset: Reset = 0.0, v_leak: Number = 0.0, r: Number = 1.0,
+            decay_input: bool = True, detach_reset: bool = False, surrogate: Surrogate = atan, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
+
 
 class LeakyIntegrator(Neuron, core=leaky_integrator, start=("v_leak",)):
     """Leaky-integrator layer: arguments of `leaky_integrator`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, v_leak: Number = 0.0, r: Number = 1.0, decay_input: bool = True, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
 
 
 class ParametricLIF(Neuron, core=parametric_lif, start=("v_leak",), always=("w",)):
@@ -154,16 +174,25 @@ class ParametricLIF(Neuron, core=parametric_lif, start=("v_leak",), always=("w",
         tau: time constant to begin with, in steps, above 1: a number, or a tensor with one per channel.
     """
 
-    def __init__(self, tau: Number = 2.0, **arguments: Any):
-        if "w" in arguments:
-            raise ArgumentError("ParametricLIF makes its own `w`", hint="Pass the time constant to begin with, tau = 1 + exp(-w).")
-        if not arguments.pop("learn_tau", True):
-            raise ArgumentError(
-                "ParametricLIF learns its time constant in any case", hint="For one that stays, take `flexsn.LIF(tau=...)`."
-            )
-        learn = arguments.pop("learn", ())
-        learn = learn if isinstance(learn, str) or not isinstance(learn, Collection) else [n for n in learn if n != "tau"]
-        super().__init__(w=_logit(tau), learn=() if learn == "tau" else learn, **arguments)
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, v_threshold: Number = 1.0, v_reset: Reset = 0.0, v_leak: Number = 0.0, r: Number = 1.0,
+            decay_input: bool = True, detach_reset: bool = False, surrogate: Surrogate = atan, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
+
+    else:
+
+        def __init__(self, tau: Number = 2.0, **arguments: Any):
+            if "w" in arguments:
+                raise ArgumentError("ParametricLIF makes its own `w`", hint="Pass the time constant to begin with, tau = 1 + exp(-w).")
+            if not arguments.pop("learn_tau", True):
+                raise ArgumentError(
+                    "ParametricLIF learns its time constant in any case", hint="For one that stays, take `flexsn.LIF(tau=...)`."
+                )
+            learn = arguments.pop("learn", ())
+            learn = learn if isinstance(learn, str) or not isinstance(learn, Collection) else [n for n in learn if n != "tau"]
+            super().__init__(w=_logit(tau), learn=() if learn == "tau" else learn, **arguments)
 
     @property
     def tau(self) -> Tensor:
@@ -193,9 +222,25 @@ def _logit(tau: Any) -> Tensor:
 class KLIF(Neuron, core=klif, start=("v_leak",), always=("k",)):
     """KLIF layer, which learns `k`: arguments of `klif`, options of `Neuron`."""
 
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, k: Number = 1.0, tau: Number = 2.0, v_threshold: Number = 1.0, v_reset: Reset = 0.0, v_leak: Number = 0.0,
+            r: Number = 1.0, scale_reset: bool = False, decay_input: bool = True, detach_reset: bool = False, surrogate: Surrogate = atan,
+            **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
+
 
 class GatedLIF(
     Neuron, core=gated_lif, start=(0.0, 0.0),
     always=("alpha", "beta", "gamma", "w_decay", "w_threshold", "w_linear", "w_reset", "w_conduct"),
 ):  # fmt: skip
     """Gated LIF layer, which learns all its numbers: arguments of `gated_lif`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, alpha: Number = 0.0, beta: Number = 0.0, gamma: Number = 0.0, w_decay: Number = -1.0986123, w_threshold: Number = 0.0,
+            w_linear: Number = -3.4339872, w_reset: Number = 0.0, w_conduct: Number = 0.0, surrogate: Surrogate = atan,
+            **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Unpack
+
 import torch
 from torch import Tensor
 
 from ..surrogate import atan
-from .base import Neuron
+from .base import Neuron, Options
 from .integrate import Surrogate, charge
 from .reset import Number, Reset, reset
 
@@ -32,3 +34,10 @@ def refractory_lif(
 
 class RefractoryLIF(Neuron, core=refractory_lif, start=("v_leak", 0.0), never=("refractory",)):
     """LIF layer with a refractory period: arguments of `refractory_lif`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, refractory: Number = 2.0, v_threshold: Number = 1.0, v_reset: Reset = 0.0, v_leak: Number = 0.0,
+            r: Number = 1.0, decay_input: bool = True, detach_reset: bool = False, surrogate: Surrogate = atan, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Unpack
+
 from torch import Tensor
 
 from ..surrogate import atan
-from .base import Neuron
+from .base import Neuron, Options
 from .integrate import Surrogate
 from .reset import Number, Reset, apply, reset
 
@@ -31,3 +33,10 @@ def resonate_and_fire(
 
 class ResonateAndFire(Neuron, core=resonate_and_fire, start=(0.0, 0.0)):
     """Resonate-and-fire layer: arguments of `resonate_and_fire`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, b: Number = -0.2, omega: Number = 1.0, dt: Number = 1.0, v_threshold: Number = 1.0, v_reset: Reset = 0.0,
+            detach_reset: bool = False, surrogate: Surrogate = atan, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Unpack
+
 from torch import Tensor
 
 from ..surrogate import atan
-from .base import Neuron
+from .base import Neuron, Options
 from .integrate import Surrogate, charge
 from .reset import Number, Reset, reset
 
@@ -52,9 +54,24 @@ def cuba_li(
 class CubaLIF(Neuron, core=cuba_lif, start=("v_leak", 0.0)):
     """Current-based LIF layer: arguments of `cuba_lif`, options of `Neuron`."""
 
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, tau_syn: Number = 2.0, v_threshold: Number = 1.0, v_reset: Reset = 0.0, v_leak: Number = 0.0,
+            r: Number = 1.0, w_in: Number = 1.0, decay_input: bool = True, detach_reset: bool = False, surrogate: Surrogate = atan,
+            **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
+
 
 class CubaLI(Neuron, core=cuba_li, start=("v_leak", 0.0)):
     """Current-based leaky-integrator layer: arguments of `cuba_li`, options of `Neuron`."""
+
+    if TYPE_CHECKING:  # `__signature__` is made of the core
+
+        def __init__(
+            self, tau: Number = 2.0, tau_syn: Number = 2.0, v_leak: Number = 0.0, r: Number = 1.0, w_in: Number = 1.0,
+            decay_input: bool = True, **options: Unpack[Options],
+        ) -> None: ...  # fmt: skip
 
 
 Synaptic = CubaLIF
