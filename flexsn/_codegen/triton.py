@@ -166,10 +166,16 @@ class _Frame:
         return f"(({flag} & {1 << bit}) != 0)"
 
     def first(self, a: Array) -> str:
-        return f"tl.load({a.role}_first + i, mask=mask & {self.is_given(a.role)}, other=0).to({COMPUTE[a.compute]})"
+        return f"tl.load({a.role}_first + i, mask={_where(self.is_given(a.role))}, other=0).to({COMPUTE[a.compute]})"
 
     def last_rows(self) -> list[str]:
         return [f"    tl.store({a.role}_last + i, {a.role}, mask=mask)" for a in self.plan.writes if a.kind == "row"]
+
+
+def _where(condition: str) -> str:
+    """Return the mask where a condition on numbers holds, else off everywhere. Triton 3.9's interpreter takes no mask but of bools,
+    and a comparison of numbers is none there; the last one, of a block, is."""
+    return f"(mask & {condition}) != 0"
 
 
 def _lengths(most: int) -> list[int]:
@@ -210,7 +216,7 @@ def _forward(plan: KernelPlan) -> list[str]:
     own = [*([f"{r}[j]" if r in f.sequences else r for r in operands] or ["mask"]), *_numbers(plan, plan.step).values()]
     body.append("    " + _call([*results, *(f"{v}_next" for v in states)], "step", own))
     body += [f"    {v} = tl.where(j < count, {v}_next, {v})" for v in states]
-    body += [f"    tl.store({r}_at + j * N, {outputs[r]}, mask=mask & (j < count))" for r in f.written]
+    body += [f"    tl.store({r}_at + j * N, {outputs[r]}, mask={_where('(j < count)')})" for r in f.written]
     parameters = [*f.sequences, *at, *states, *f.constant, "N", "mask", "count", "L: tl.constexpr"]
     lines += _function("steps", parameters, "The first `count` of L steps, their inputs in registers.", body, states)
 
@@ -224,7 +230,7 @@ def _forward(plan: KernelPlan) -> list[str]:
     lines += [f"    {a.role} = {f.first(a)}" for a in plan.carried if a.role in f.nullable]
     lines += [f"    {r}_at = {r}_seq + i" for r in (*f.sequences, *f.written)]
     lines += [f"    {r}_at = {r}_seq + i - N" for r in f.checkpoints]
-    save = [f"tl.store({r}_at, {r.to(Kind.STATE)}, mask=mask & (t > 0))  # the state at the start of a chunk" for r in f.checkpoints]
+    save = [f"tl.store({r}_at, {r.to(Kind.STATE)}, mask={_where('(t > 0)')})  # the state at the start of a chunk" for r in f.checkpoints]
     save += [f"{r}_at += N" for r in f.checkpoints]
     if save:
         lines.append("    t = 0")
@@ -286,7 +292,7 @@ class _BackwardLoop:
             body += [f"    {v}_all = {v}_all + ({v},)" for v in states]
         body.append("for j in tl.static_range(L - 1, -1, -1):")
         body += [f"    {line}" for line in self.step_back()]
-        body += [f"    tl.store({r}_at + j * N, {r}, mask=mask & (j < count))" for r in f.written]
+        body += [f"    tl.store({r}_at + j * N, {r}, mask={_where('(j < count)')})" for r in f.written]
         at = [f"{r}_at" for r in f.written]
         parameters = [*f.sequences, *at, *states, *f.carried, *f.constant, "N", "mask", "count", "L: tl.constexpr"]
         comment = "The first `count` of L steps: the states on from the first, then the gradients back."

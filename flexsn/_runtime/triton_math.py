@@ -55,10 +55,11 @@ else:
 # --- rows of a sequence ------------------------------------------------------------------------------------------------------
 @triton.jit
 def read(at, N, mask, count, L: tl.constexpr):
-    """Rows at, at + N, ... of `count` steps, zeros up to L, all loads before the first use."""
+    """Rows at, at + N, ... of `count` steps, zeros up to L, all loads before the first use. (`!= 0` makes bools of a mask, which
+    Triton 3.9's interpreter wants: comparisons of numbers are none there.)"""
     rows = ()
     for j in tl.static_range(L):
-        rows = rows + (tl.load(at + j * N, mask=mask & (j < count), other=0),)  # noqa: RUF005  Triton knows no starred tuples
+        rows = rows + (tl.load(at + j * N, mask=(mask & (j < count)) != 0, other=0),)  # noqa: RUF005  Triton knows no starred tuples
     return rows
 
 
@@ -68,7 +69,7 @@ def index(i, N, inner, count):
     several times as fast."""
     if count == 1:
         element = i * 0
-    elif N > 1 << 31:
+    elif N > 2147483647:  # the largest int32, which N is in the interpreter: Triton 3.9 compares it with no larger number
         element = (i // inner) % count
     elif inner == 1:
         element = (i.to(tl.uint32) % count.to(tl.uint32)).to(tl.int64)
@@ -90,8 +91,8 @@ def index_or(known, same, i, N, inner, count):
 @triton.jit
 def state_at(t, checkpoint, first, given, mask):
     """The state at step t: the initial one (zero where none is given) at step 0, else its checkpoint."""
-    saved = tl.load(checkpoint, mask=mask & (t > 0), other=0)
-    initial = tl.load(first, mask=mask & (t == 0) & given, other=0).to(saved.dtype)
+    saved = tl.load(checkpoint, mask=(mask & (t > 0)) != 0, other=0)
+    initial = tl.load(first, mask=(mask & (t == 0) & given) != 0, other=0).to(saved.dtype)
     return tl.where(t > 0, saved, initial)
 
 
