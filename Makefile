@@ -10,8 +10,6 @@ PYTHON ?= python3
 JOBS ?= 2
 CASES ?= 10000
 BIN := .venv/bin
-# a path, not an import hook: a script run from the folder that holds the clone would find the clone, a folder named flexsn, first
-EDITABLE := --config-settings editable_mode=compat --editable
 READY := .venv/.ready
 OLDEST_READY := .oldest-venv/.ready
 REQUIREMENTS := constraints.txt pyproject.toml tests/peers.txt examples/requirements.txt
@@ -30,7 +28,7 @@ help: ## list the targets
 define fill
 $(call install,$(1),$(2)) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 $(call install,$(1),$(2)) setuptools
-$(call install,$(1),$(2)) --no-build-isolation $(EDITABLE) '.[demo,test,lint]'
+$(call install,$(1),$(2)) --no-build-isolation --editable '.[demo,test,lint]'
 $(call install,$(1),$(2)) --no-deps --requirement tests/peers.txt --requirement examples/requirements.txt
 touch $(1)/.ready
 endef

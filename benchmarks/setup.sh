@@ -9,7 +9,7 @@ pip=".bench-venv/bin/python -m pip --disable-pip-version-check install --quiet"
 $pip ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "torch==2.13.0"
 $pip setuptools numpy
 echo "torch==2.13.0" > .bench-venv/constraints.txt
-$pip --constraint .bench-venv/constraints.txt --config-settings editable_mode=compat --editable .
+$pip --constraint .bench-venv/constraints.txt --editable .
 $pip --no-deps --requirement benchmarks/requirements.txt
 .bench-venv/bin/python -c "
 import torch, flexsn, spikingjelly.activation_based.neuron
