@@ -4,7 +4,7 @@
 #   TORCH_INDEX_URL=<url>     where to take PyTorch from: its CPU index, if the default one serves CUDA builds
 #   JOBS=2                    processes that run tests
 #   CASES=500 SEED=7          of `make fuzz`: how many cores, and which
-#   TESTS="tests/plan"        of `make test-oldest`: some of the tests
+#   TESTS="tests/plan"        of `make test-oldest` and `make test-newest`: some of the tests
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -12,12 +12,13 @@ CASES ?= 10000
 BIN := .venv/bin
 READY := .venv/.ready
 OLDEST_READY := .oldest-venv/.ready
+NEWEST_READY := .newest-venv/.ready
 REQUIREMENTS := constraints.txt pyproject.toml tests/peers.txt examples/requirements.txt
 BENCH_READY := .bench-venv/.ready
 DOCS_READY := .docs-venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples test test-slow test-full test-oldest test-gpu fuzz lint format docs docs-check bench bench-gpu clean
+.PHONY: help demo examples test test-slow test-full test-oldest test-newest test-gpu fuzz lint format docs docs-check bench bench-gpu clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -44,13 +45,19 @@ $(OLDEST_READY): $(REQUIREMENTS)
 	sed -E 's/^torch==.*/torch==2.11.0/; s/^setuptools==.*/setuptools==81.0.0/' constraints.txt > .oldest-venv/constraints.txt
 	$(call fill,.oldest-venv,.oldest-venv/constraints.txt)
 
+# the newest PyTorch that is tested, with the Triton that it brings and the NumPy that this one's interpreter takes
+$(NEWEST_READY): $(REQUIREMENTS)
+	test -x .newest-venv/bin/python || $(PYTHON) -m venv .newest-venv
+	sed -E 's/^torch==.*/torch==2.14.1/; s/^triton==.*/triton==3.8.0/; s/^numpy==.*/numpy==2.4.6/' constraints.txt > .newest-venv/constraints.txt
+	$(call fill,.newest-venv,.newest-venv/constraints.txt)
+
 # the peers of the benchmarks live apart: what they pull in must not reach the tests
 $(BENCH_READY): benchmarks/requirements.txt benchmarks/setup.sh constraints.txt
 	PYTHON=$(PYTHON) PIP_CONSTRAINT=$(CURDIR)/constraints.txt sh benchmarks/setup.sh
 	touch $@
 
 # Threads that wait asleep: with more processes than cores, spinning ones would slow small kernels down tenfold
-test test-slow test-full test-oldest test-gpu: export OMP_WAIT_POLICY ?= passive
+test test-slow test-full test-oldest test-newest test-gpu: export OMP_WAIT_POLICY ?= passive
 
 demo: $(READY) ## train a spiking classifier, fused and eager timed: demo_output/metrics.json and digits.png
 	$(BIN)/python examples/digits.py --out demo_output
@@ -70,6 +77,9 @@ test-full: $(READY) ## the tests and the slow tests
 
 test-oldest: $(OLDEST_READY) ## `make test` on PyTorch 2.11, the oldest that is supported
 	.oldest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(TESTS)
+
+test-newest: $(NEWEST_READY) ## `make test` on PyTorch 2.14, the newest that is tested
+	.newest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(TESTS)
 
 # what holds on any device, beside the tests that are marked `gpu`; the other files make their operands on the CPU
 ANY_DEVICE := $(foreach name,call hop load lowlevel_ops memory module parity prologue_fusion rows scan sharding stateless transforms,$(wildcard tests/test_$(name).py tests/*/test_$(name).py))
@@ -112,5 +122,5 @@ bench-gpu: ## test and measure on an NVIDIA GPU, with the python3 that has PyTor
 	PYTHONPATH=. $(PYTHON) benchmarks/network.py --output benchmarks/results/network_$$(date +%F).json
 
 clean: ## remove the environments and everything made
-	rm -rf .venv .oldest-venv .bench-venv .docs-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv .oldest-venv .newest-venv .bench-venv .docs-venv demo_output build site *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -235,4 +235,4 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     table = decomposition_table()
     if func in table:
         return table[func]
-    return func.decompose if func._can_decompose() else None  # 2.11, 2.13
+    return func.decompose if func._can_decompose() else None  # 2.11, 2.14

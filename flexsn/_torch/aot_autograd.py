@@ -19,7 +19,7 @@ def remade(tensor: torch.Tensor) -> torch.Tensor:
     makes from tensors that are saved anyway (a batch norm from the output of its convolution). Two negations in the
     backward graph, which no pass removes, give it something to fuse that recomputation with.
     """
-    from torch.fx import traceback  # 2.11, 2.13
+    from torch.fx import traceback  # 2.11, 2.14
 
     if not (traceback.has_preserved_node_meta() and tensor.is_floating_point() and _made_pointwise(tensor)):
         return tensor
@@ -34,7 +34,7 @@ def remade(tensor: torch.Tensor) -> torch.Tensor:
 def _made_pointwise(tensor: torch.Tensor) -> bool:
     """Whether the trace made this tensor elementwise, up to views and casts."""
     mode = proxy_mode()
-    if mode is None or not hasattr(tensor, "from_functional"):  # 2.11, 2.13: a functional tensor
+    if mode is None or not hasattr(tensor, "from_functional"):  # 2.11, 2.14: a functional tensor
         return False
     node: Any = getattr(mode.tracer.unwrap_proxy(tensor.from_functional()), "node", None)  # a tensor is its own proxy where it has none
     while node is not None and opname(node.target) in _PASSED_THROUGH:
@@ -55,9 +55,9 @@ _PASSED_THROUGH = {"view", "_unsafe_view", "reshape", "convert_element_type", "_
 def _aot() -> tuple[Any, Any]:
     """AOTAutograd and its partitioner, imported on use; the warning filters that this adds (sympy's) go again."""
     with warnings.catch_warnings():
-        import torch.fx.experimental.symbolic_shapes  # noqa: F401  fake tensors need it  (2.11, 2.13)
-        from torch._functorch.aot_autograd import aot_export_joint_simple  # 2.11, 2.13
-        from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.11, 2.13
+        import torch.fx.experimental.symbolic_shapes  # noqa: F401  fake tensors need it  (2.11, 2.14)
+        from torch._functorch.aot_autograd import aot_export_joint_simple  # 2.11, 2.14
+        from torch._functorch.partitioners import min_cut_rematerialization_partition  # 2.11, 2.14
     return aot_export_joint_simple, min_cut_rematerialization_partition
 
 

@@ -23,15 +23,15 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 # As `Function.apply` does
-unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = getattr(torch._C._functorch, "unwrap_if_dead", lambda tensor: tensor)  # 2.11, 2.13
+unwrap_if_dead: Callable[[torch.Tensor], torch.Tensor] = getattr(torch._C._functorch, "unwrap_if_dead", lambda tensor: tensor)  # 2.11, 2.14
 
 
 def call_modes() -> tuple[bool, torch.dtype] | None:
     """Whether autograd records calls, and the default dtype; None under transforms, dispatch modes and in forward mode."""
     if (
-        torch._C._functorch.get_interpreter_stack() is not None  # 2.11, 2.13
+        torch._C._functorch.get_interpreter_stack() is not None  # 2.11, 2.14
         or torch._C._len_torch_dispatch_stack() > 0  # 2.13
-        or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.13
+        or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.14
     ):
         return None
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), torch.get_default_dtype()
@@ -39,17 +39,17 @@ def call_modes() -> tuple[bool, torch.dtype] | None:
 
 def transformed() -> bool:
     """Whether `torch.func` or forward mode is active."""
-    return torch._C._functorch.get_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.13
+    return torch._C._functorch.get_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0  # 2.11, 2.14
 
 
 def forward_ad_level() -> int:
     """-1 outside of `torch.autograd.forward_ad.dual_level()`."""
-    return torch.autograd.forward_ad._current_level  # 2.11, 2.13
+    return torch.autograd.forward_ad._current_level  # 2.11, 2.14
 
 
 def saved_tensors_hooks_there() -> bool:
     """Whether saved-tensor hooks are active and see what autograd saves from here on."""
-    return not saved_tensors_hooks_off() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # 2.11, 2.13
+    return not saved_tensors_hooks_off() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # 2.11, 2.14
 
 
 def saved_tensors_hooks_off() -> bool:
@@ -68,26 +68,26 @@ def autocast_on() -> bool:
 
 def below_autograd() -> bool:
     """Whether autograd has had its turn: inside the rule of an operator for what comes after it."""
-    from torch._C import DispatchKey  # 2.11, 2.13
+    from torch._C import DispatchKey  # 2.11, 2.14
 
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)  # 2.11, 2.13
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)  # 2.11, 2.14
 
 
 def skipping_autograd() -> contextlib.AbstractContextManager:
     """While inside, operators go past autograd."""
-    return torch._C._AutoDispatchBelowAutograd()  # 2.11, 2.13
+    return torch._C._AutoDispatchBelowAutograd()  # 2.11, 2.14
 
 
 # Which backward runs on this thread: a number, or -1 for none; -1 where this name has moved, of which `_torch/availability.py` warns
-current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # 2.11, 2.13
+current_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # 2.11, 2.14
 
 
 def after_backward(call: Callable[[], None]) -> None:
     """Called when the backward that runs on this thread ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # 2.11, 2.13
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # 2.11, 2.14
 
 
 @functools.cache
 def profiler_flag() -> Callable[[], bool]:
     """Return the function that tells whether a profiler of PyTorch's runs; one in C, since every launch asks."""
-    return bool if moved(PROFILES) else torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # it is there (2.11, 2.13)
+    return bool if moved(PROFILES) else torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # it is there (2.11, 2.14)

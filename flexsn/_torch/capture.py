@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13
-    from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13
-    from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.13
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.14
+    from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.14
+    from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.14
 except ImportError:  # `interfaces.require` says so before a core is captured; isinstance() is False meanwhile
 
     class FakeTensor: ...  # type: ignore[no-redef]  # stands in for the missing one
@@ -37,7 +37,7 @@ def depends_on_values(error: RuntimeError) -> bool:
 
 def lacks_fake_kernel(func: Any, error: RuntimeError) -> bool:
     """Whether `func` failed on fake tensors for want of a fake kernel, or may have: the error then says no more than the operator, or has
-    a `reason` (2.11, 2.13); custom operators say so in words only. The one of shifts refuses bools, which the real ones take (2.13)."""
+    a `reason` (2.11, 2.14); custom operators say so in words only. The one of shifts refuses bools, which the real ones take (2.13)."""
     return error.args == (func,) or hasattr(error, "reason") or "an integral dtype" in str(error) or func.namespace not in ("aten", "prims")
 
 
@@ -66,8 +66,8 @@ def fake_errors_unlogged() -> Iterator[None]:
 
 def decomposition_table() -> dict[Any, Any]:
     """ATen overload -> Python decomposition; imported on use (it pulls in much of PyTorch)."""
-    import torch._refs  # noqa: F401  registers the decompositions  (2.11, 2.13)
-    from torch._decomp import decomposition_table as table  # 2.11, 2.13
+    import torch._refs  # noqa: F401  registers the decompositions  (2.11, 2.14)
+    from torch._decomp import decomposition_table as table  # 2.11, 2.14
 
     return table
 
@@ -77,7 +77,7 @@ def run_backward(
 ) -> Any:
     """`torch.autograd.grad` that keeps the graph and gives None for what nothing leads to; function modes see what custom backwards
     and hooks call, which the public function hides from them."""
-    from torch.autograd.graph import _engine_run_backward  # 2.11, 2.13
+    from torch.autograd.graph import _engine_run_backward  # 2.11, 2.14
 
     return _engine_run_backward(tuple(outputs), tuple(cotangents), True, create_graph, tuple(sources), True, accumulate_grad=False)
 
@@ -85,8 +85,8 @@ def run_backward(
 def without_compiled_autograd() -> contextlib.AbstractContextManager:
     """While inside, `torch._dynamo.config.compiled_autograd` is as if it were off."""
     loaded: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    on = getattr(loaded, "compiled_autograd_enabled", False)  # 2.11, 2.13
-    return loaded._disable() if on else contextlib.nullcontext()  # 2.11, 2.13: what it sets is the process's, so only where need be
+    on = getattr(loaded, "compiled_autograd_enabled", False)  # 2.11, 2.14
+    return loaded._disable() if on else contextlib.nullcontext()  # 2.11, 2.14: what it sets is the process's, so only where need be
 
 
 class _OfOthers(dict):
@@ -111,7 +111,7 @@ def uncached_parametrizations() -> Iterator[None]:
     if loaded is None:
         yield
         return
-    hidden, loaded._cache = loaded._cache, (mine := _OfOthers(loaded._cache))  # 2.11, 2.13
+    hidden, loaded._cache = loaded._cache, (mine := _OfOthers(loaded._cache))  # 2.11, 2.14
     try:
         yield
     finally:
@@ -122,8 +122,8 @@ def uncached_parametrizations() -> Iterator[None]:
 @contextlib.contextmanager
 def _no_function_modes() -> Iterator[None]:
     """While inside, no mode sees calls of PyTorch's functions but the one of the default device."""
-    from torch.overrides import _pop_mode, _push_mode  # 2.11, 2.13
-    from torch.utils._device import DeviceContext  # 2.11, 2.13
+    from torch.overrides import _pop_mode, _push_mode  # 2.11, 2.14
+    from torch.utils._device import DeviceContext  # 2.11, 2.14
 
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     kept = [mode for mode in reversed(modes) if isinstance(mode, DeviceContext)]
@@ -141,9 +141,9 @@ def _no_function_modes() -> Iterator[None]:
 @contextlib.contextmanager
 def no_modes() -> Iterator[None]:
     """While inside, nothing traces, transforms or casts: a core can be captured. The default device stays."""
-    from torch._dispatch.python import no_python_dispatcher  # 2.11, 2.13
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11, 2.13
-    from torch._guards import tracing  # 2.11, 2.13
+    from torch._dispatch.python import no_python_dispatcher  # 2.11, 2.14
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # 2.11, 2.14
+    from torch._guards import tracing  # 2.11, 2.14
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(None))
@@ -159,7 +159,7 @@ def no_modes() -> Iterator[None]:
 @contextlib.contextmanager
 def without_tensor_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Hooks of `Tensor.register_hook` rest: they are for real gradients."""
-    resting = [(hooks, dict(hooks)) for t in tensors if (hooks := t._backward_hooks)]  # 2.11, 2.13: the dict that the engine reads
+    resting = [(hooks, dict(hooks)) for t in tensors if (hooks := t._backward_hooks)]  # 2.11, 2.14: the dict that the engine reads
     for hooks, _ in resting:
         hooks.clear()
     try:

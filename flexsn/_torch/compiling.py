@@ -11,7 +11,7 @@ import torch
 def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function: where it runs inside a compiled region, Dynamo compiles neither it nor what it calls."""
     try:
-        from torch._C._dynamo import eval_frame  # 2.11, 2.13
+        from torch._C._dynamo import eval_frame  # 2.11, 2.14
 
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
@@ -34,8 +34,8 @@ def outside_dynamo(reason: str) -> Callable[[Callable], Callable]:
     """A decorator: inside a compiled region the call breaks the graph and runs as it is. (`torch.compiler.disable` imports Dynamo.)"""
 
     def mark(function: Any) -> Callable:
-        function._torchdynamo_disable = True  # 2.11, 2.13
-        function._torchdynamo_disable_msg = reason  # 2.11, 2.13
+        function._torchdynamo_disable = True  # 2.11, 2.14
+        function._torchdynamo_disable_msg = reason  # 2.11, 2.14
         return unseen_by_dynamo(function)
 
     return mark

@@ -17,14 +17,14 @@ def _stream(device: int) -> int:
 
 
 # Of a device, the CUDA stream that PyTorch uses now, as a number; in C, as every launch asks: the public call makes an object first.
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream)  # 2.11, 2.13
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream)  # 2.11, 2.14
 
 
 def gpu_allocator() -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]:
     """`torch.empty_strided` by shape, strides and dtype on the current GPU, in the quickest way that PyTorch has."""
     if moved(GPU):
         return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-    return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # GPU builds have it (2.11, 2.13)
+    return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # GPU builds have it (2.11, 2.14)
 
 
 def triton_launch(binary: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Private names of Dynamo's variables, guards and errors, seen in 2.11 and 2.13; imported where Dynamo runs, as importing it is slow."""
+"""Private names of Dynamo's variables, guards and errors, seen in 2.11 and 2.14; imported where Dynamo runs, as importing it is slow."""
 
 from torch._dynamo import config
 from torch._dynamo.exc import UncapturedHigherOrderOpError as UncapturedHigherOrderOpError

@@ -1,4 +1,4 @@
-"""Private names of Inductor, seen in 2.11 and 2.13: its lowerings and passes; imported where Inductor was, as importing it is slow."""
+"""Private names of Inductor, seen in 2.11 and 2.14: its lowerings and passes; imported where Inductor was, as importing it is slow."""
 
 from collections.abc import Callable
 from typing import Any

@@ -67,18 +67,18 @@ def overrides_operators(cls: type) -> bool:
 
 def has_pointer(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor is memory: not sparse, not a lazy zero, not left wrapped by a transform."""
-    if torch._C._functorch.maybe_get_level(tensor) != -1:  # 2.11, 2.13
+    if torch._C._functorch.maybe_get_level(tensor) != -1:  # 2.11, 2.14
         return False
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()  # 2.11, 2.13
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()  # 2.11, 2.14
 
 
 def memory_of(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too."""
-    return tensor.untyped_storage()._cdata  # 2.11, 2.13
+    return tensor.untyped_storage()._cdata  # 2.11, 2.14
 
 
 # A context manager: while inside, neither function modes nor tensor classes see calls of PyTorch's functions
-unwatched: Callable[[], contextlib.AbstractContextManager] = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)  # 2.11, 2.13
+unwatched: Callable[[], contextlib.AbstractContextManager] = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)  # 2.11, 2.14
 
 
 def unseen_size(tensor: torch.Tensor, dim: int) -> int:
@@ -89,15 +89,15 @@ def unseen_size(tensor: torch.Tensor, dim: int) -> int:
 
 def is_symbolic(size: Any) -> bool:
     """Whether a size is an unknown of a trace."""
-    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None  # 2.11, 2.13
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None  # 2.11, 2.14
 
 
 def size_hint(size: Any) -> int:
     """The number that a symbolic size has in this trace, which is not bound to it. (Bound where PyTorch knows none.)"""
-    found = size.node.hint  # 2.11, 2.13
+    found = size.node.hint  # 2.11, 2.14
     return int(size) if found is None else int(found)
 
 
 def size_expression(size: Any) -> str:
     """The expression of a symbolic size; equal ones are written alike."""
-    return str(size.node.expr)  # 2.11, 2.13
+    return str(size.node.expr)  # 2.11, 2.14

@@ -1,4 +1,4 @@
-"""Private names of PyTorch's tracers, each with the versions in which it was seen: 2.11, 2.13."""
+"""Private names of PyTorch's tracers, each with the versions in which it was seen: 2.11, 2.14."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .availability import TRACES, moved
 from .capture import FakeTensorMode
 
 try:
-    from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11, 2.13
+    from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11, 2.14
 except ImportError:
 
     class HigherOrderOperator:  # type: ignore[no-redef]  # stands in for the missing one: no trace takes it
@@ -23,8 +23,8 @@ def give_rules(operator: Any, *, autograd: Callable, eager: Callable, fake: Call
     lacks a name for it."""
     if moved(TRACES):
         return False
-    from torch._C import DispatchKey  # 2.11, 2.13
-    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
+    from torch._C import DispatchKey  # 2.11, 2.14
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.14
 
     operator.py_impl(DispatchKey.Autograd)(autograd)
     operator.py_impl(DispatchKey.CompositeExplicitAutograd)(eager)
@@ -39,8 +39,8 @@ def trace_body(
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     """The graph of `core(*operands, *captured)` inside a trace, as a function of the operands and of those captured tensors that it
     reads; these."""
-    from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.13
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # 2.11, 2.13
+    from torch._higher_order_ops.utils import reenter_make_fx  # 2.11, 2.14
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # 2.11, 2.14
 
     with disable_proxy_modes_tracing():
         body = reenter_make_fx(core)(*operands, *captured)
@@ -55,7 +55,7 @@ def trace_body(
 
 def record_call(mode: Any, operator: Any, body: torch.fx.GraphModule, args: tuple, run: Callable[[], Any]) -> Any:
     """Write `operator(body, *args)` into the graph of a trace as one node, whose values are those of `run()`."""
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree  # 2.11, 2.13
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, track_tensor_tree  # 2.11, 2.14
 
     name = mode.tracer.get_fresh_qualname(f"{operator.__name__}_body_")
     mode.tracer.root.register_module(name, body)
@@ -70,7 +70,7 @@ def proxy_mode() -> Any:
     """The mode that writes operators into a graph as they run, by `make_fx` or by a non-strict export; None if there is none."""
     if moved(TRACES):
         return None
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # 2.11, 2.13
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # 2.11, 2.14
 
     return get_proxy_mode()
 
@@ -78,7 +78,7 @@ def proxy_mode() -> Any:
 def torch_scan() -> Callable[..., Any] | None:
     """`scan(combine_fn, init, xs)`; imported on use, and None where PyTorch has none."""
     try:
-        from torch._higher_order_ops.scan import scan  # 2.11, 2.13
+        from torch._higher_order_ops.scan import scan  # 2.11, 2.14
     except ImportError:
         return None
     return scan

@@ -20,7 +20,7 @@ def transforms_active() -> bool:
 @unseen_by_dynamo
 def active_transforms() -> list[str]:
     """Active transforms, but for `functionalize`, by name (`"grad"`, `"vmap"`, ...), the outermost first."""
-    levels = torch._C._functorch.get_interpreter_stack() or ()  # 2.11, 2.13
+    levels = torch._C._functorch.get_interpreter_stack() or ()  # 2.11, 2.14
     return [name for level in levels if (name := level.key().name.lower()) != "functionalize"]
 
 
@@ -39,15 +39,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a functorch transform, perhaps one that has ended, keeps the values."""
     functorch = torch._C._functorch
-    wrapped = functorch.maybe_get_level(tensor) != -1  # 2.11, 2.13
+    wrapped = functorch.maybe_get_level(tensor) != -1  # 2.11, 2.14
     while wrapped and not moved(TRANSFORMS) and functorch.is_gradtrackingtensor(tensor) and not transforms_active():
-        tensor = functorch.get_unwrapped(tensor)  # 2.11, 2.13: of a `grad` that has ended, ops look inside
+        tensor = functorch.get_unwrapped(tensor)  # 2.11, 2.14: of a `grad` that has ended, ops look inside
         wrapped = functorch.maybe_get_level(tensor) != -1
     return wrapped
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    while is_wrapped(tensor) and torch._C._functorch.maybe_get_bdim(tensor) != -1:  # 2.11, 2.13: a batch: `unpack_dual` has no rule
+    while is_wrapped(tensor) and torch._C._functorch.maybe_get_bdim(tensor) != -1:  # 2.11, 2.14: a batch: `unpack_dual` has no rule
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
@@ -60,7 +60,7 @@ def over_batch(function: Callable[..., Tensors], given: Tensors) -> Tensors:
     without memory, of a `vmap` older than `torch.func`."""
     if transforms_active() or all(t is None or has_storage(t) for t in given):
         return function(*given)
-    add, remove = torch._add_batch_dim, torch._remove_batch_dim  # 2.11, 2.13
+    add, remove = torch._add_batch_dim, torch._remove_batch_dim  # 2.11, 2.14
     dims = [None if t is None or has_storage(t) else 0 for t in given]
     values = [t if t is None or dim is None else remove(t, 1, 0, 0) for t, dim in zip(given, dims, strict=True)]
     there: list[bool] = []
@@ -78,7 +78,7 @@ def left_by_an_ended_vmap(tensor: torch.Tensor) -> bool:
     """Whether a `vmap` that has ended keeps the values, and none over as many runs in its place."""
     if moved(TRANSFORMS):
         return False
-    functorch = torch._C._functorch  # 2.11, 2.13
+    functorch = torch._C._functorch  # 2.11, 2.14
     running = {level.level(): level for level in functorch.get_interpreter_stack() or ()}
     while (number := functorch.maybe_get_level(tensor)) != -1:
         inside, dim = functorch.get_unwrapped(tensor), functorch.maybe_get_bdim(tensor)

@@ -101,7 +101,7 @@ def _loop(dynamo: Any, tx: Any, args: Sequence[Any]) -> Any:
 
 def _constant(variable: Any) -> Any:
     """The value of a variable of Dynamo, which may hold a number (`num_outputs`) as a symbol: the graph is then for this one."""
-    return variable.evaluate_expr() if hasattr(variable, "evaluate_expr") else variable.as_python_constant()  # 2.11, 2.13
+    return variable.evaluate_expr() if hasattr(variable, "evaluate_expr") else variable.as_python_constant()  # 2.11, 2.14
 
 
 def _core_scan_variable(dynamo: Any) -> type:
@@ -218,7 +218,7 @@ def _passed_on(dynamo: Any, error: FlexSNError) -> Exception:
 @contextlib.contextmanager
 def _following_a_core(dynamo: Any) -> Iterator[None]:
     """Numbers are constants, of kernels and for PyTorch's `scan`; no warning of Dynamo's own way with autograd functions, which
-    surrogates are (2.11, 2.13)."""
+    surrogates are (2.11, 2.14)."""
     with dynamo.constants(specialize_float=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         yield

@@ -62,7 +62,7 @@ def lower_to_calls(operators: Iterable[Any], copy: Any) -> None:
 
     def strides_asked() -> dict[Any, Any]:
         """Of results of the graph, the strides that they must have; None for any."""
-        return V.graph.user_visible_output_strides  # 2.11, 2.13
+        return V.graph.user_visible_output_strides  # 2.11, 2.14
 
     def outside(x: Any) -> Any:
         return ir.TensorBox.create(ir.FallbackKernel.create(copy, x))
@@ -95,7 +95,7 @@ def lower_to_calls(operators: Iterable[Any], copy: Any) -> None:
         def lower(*args: Any, **kwargs: Any) -> Any:
             results: Any = KernelCall.create(operator, *args, **kwargs)
             for result in results:
-                result.skip_size_stride_alignment_checks = True  # 2.11, 2.13: a launch makes them as its fake kernel said
+                result.skip_size_stride_alignment_checks = True  # 2.11, 2.14: a launch makes them as its fake kernel said
             for result in V.current_node.users:  # what is saved for the backward lies as it was written
                 strides_asked().setdefault(result, None)
             return [ir.TensorBox.create(result) for result in results]

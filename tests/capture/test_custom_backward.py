@@ -312,7 +312,7 @@ saved = function(lambda g, h: h, lambda h: h * 1.0)
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's of TorchScript
+    warnings.filterwarnings("ignore", ".torch.jit.script")  # PyTorch's own: a DeprecationWarning, since 2.14 a FutureWarning
     scripted_clip = torch.jit.script(clip)
 
 

@@ -205,12 +205,12 @@ def test_doctor(run):
     assert "works: self-test on cpu agrees" in doctor._text(data) and data["notes"] == []
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0.dev20270101+cpu", "3.0"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.15.0.dev20270101+cpu", "3.0"])
 def test_doctor_notes_an_untested_pytorch(run, monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
     code, out, _ = run("doctor")
-    assert code == 0 and f"Note: PyTorch {version} is not among the versions that flexsn is tested with, 2.11 to 2.13." in out
-    assert doctor.notes("2.11.0+cu130") == doctor.notes("2.13.0a0") == []
+    assert code == 0 and f"Note: PyTorch {version} is not among the versions that flexsn is tested with, 2.11 to 2.14." in out
+    assert doctor.notes("2.11.0+cu130") == doctor.notes("2.14.1a0") == []
 
 
 def test_doctor_without_compiler(run, monkeypatch):

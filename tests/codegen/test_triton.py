@@ -166,7 +166,7 @@ def test_rendering_twice_gives_the_same_text():
 
 
 # --- binaries --------------------------------------------------------------------------------------------------------------------
-TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
 REGISTERS = {"lif": 168, "adaptive_lif": 176, "hodgkin_huxley": 136, "params": 224, "lif_half": 176, "lif_bfloat16": 176, "lif_double": 152}
 REGISTERS |= {name: 176 for name in STEPS} | {"lif_half_in_4": 224, "adaptive_lif_in_4": 216}
 NEEDS_LIBDEVICE = {"hodgkin_huxley"}  # libdevice is CUDA's: on AMD such kernels do not build, and say so
@@ -259,8 +259,9 @@ def is_light(found):
         pytest.param("sm_90", "every", ["lif"], marks=pytest.mark.slow),
         pytest.param("sm_90", "one", [n for n in BUILT if n != "lif"], marks=pytest.mark.slow),
         pytest.param("sm_80", "one", ["lif", "params"], marks=pytest.mark.slow),
+        pytest.param("sm_100", "one", ["lif"], marks=pytest.mark.slow),
     ],
-    ids=["sm_90-lif", "sm_90-rest", "sm_80"],
+    ids=["sm_90-lif", "sm_90-rest", "sm_80", "sm_100"],
 )
 def test_builds(target, every, names):
     """Without a GPU, a LIF's kernels at every tile and the others at one: no register spilled, and few enough of them."""

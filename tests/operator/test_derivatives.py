@@ -13,7 +13,7 @@ from flexsn import surrogate
 from flexsn.errors import CannotFuseError, DoubleBackwardError
 
 f64 = torch.float64
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own, in `torch.func`
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # PyTorch's own, in `torch.func`
 
 
 def smooth(x, v, p):

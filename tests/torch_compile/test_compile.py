@@ -866,7 +866,7 @@ def test_the_prologue_is_ordinary_nodes_beside_one_kernel_for_any_length(make):
     assert found[0] == found[1]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # Inductor's own
 def test_inductor_fuses_the_prologue_with_what_makes_the_params():
     raw, x = torch.rand(8), torch.randn(5, 3, 8)
     call = lambda raw, x: flexsn.scan(plif, [x], [None], [raw.exp() * 0.5]).outputs[0]

@@ -23,7 +23,7 @@ from flexsn.errors import CarriedStateError, DecomposeError, ForwardModeError, M
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),  # PyTorch's own, 2.13
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # of surrogates, by Dynamo
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # Inductor's own
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),  # Inductor's own
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning"),  # strict: states are assigned
 ]
 ROOT = Path(flexsn.__file__).parent.parent

@@ -31,7 +31,7 @@ SLOWLY_COMPILED = pytest.mark.parametrize("compiled", [False, pytest.param(True,
 DOUBTED = "gradients may come out wrong"  # true of Inductor, of which these tests see what comes out right
 
 pytestmark = [  # PyTorch's compiler warns about itself
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning"),
     pytest.mark.filterwarnings(f"ignore:{DOUBTED}:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
