@@ -34,6 +34,7 @@ from ._operator.library import carry
 from ._runtime.backends import NAMES as BACKEND_NAMES
 from ._runtime.backends import check_backend
 from ._torch.autograd import current_backward
+from ._torch.tensors import broadcast_shapes
 from ._torch.transforms import is_wrapped, transforms_active
 from ._torch_compile.core_scan import compile_core
 from ._torch_compile.dynamo import exporting, refuse_carried
@@ -162,7 +163,7 @@ class FlexSN(CoreOwner):
             return [None] * len(values)
         steps = [x.shape if self.step_mode == "s" else x.shape[1:] for x in inputs]
         try:
-            shape = steps[0] if len(steps) == 1 else torch.broadcast_shapes(*steps)
+            shape = steps[0] if len(steps) == 1 else broadcast_shapes(*steps)
         except RuntimeError:  # which the call itself refuses, by name
             return [None] * len(values)
         dtype = self.start_dtype(*inputs)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._torch.tensors import broadcast_shapes
 from ..errors import ArgumentError, OperandCountError, ReturnCountError, ShapeMismatchError
 from .signature import core_name, not_a_tensor, positional_names
 
@@ -76,7 +77,7 @@ def without_steps(
     """
     shapes = [*(x.shape[1:] for x in inputs), *(v.shape for v in states if v is not None)]
     try:
-        step = torch.broadcast_shapes(*shapes)
+        step = broadcast_shapes(*shapes)
     except RuntimeError:
         listed = ", ".join(str(list(s)) for s in shapes)
         raise ShapeMismatchError(f"the steps of inputs, and states, have shapes that do not broadcast: {listed}", core=core) from None

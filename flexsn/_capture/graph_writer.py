@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch.capture import FakeTensor, disable_modes
+from .._torch.fake_tensors import FakeTensor, disable_modes
 from .._torch.tensors import unwatched
 from ..errors import CapturedTensorError, DeviceMismatchError, FlexSNError, UnsupportedOpError, UnsupportedValueError
 from .signature import DTYPES, Signature, dtype_hint, not_dense

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from .._ir.lowering import RULES
-from .._torch.capture import FakeTensor, TorchDispatchMode, depends_on_values, disable_modes, lacks_fake_kernel
-from .._torch.tensors import functional_overload, memory_of, unwatched
+from .._torch.compiling import unseen_by_dynamo
+from .._torch.fake_tensors import FakeTensor, TorchDispatchMode, depends_on_values, disable_modes, lacks_fake_kernel
+from .._torch.tensors import broadcast_shapes, functional_overload, memory_of, unwatched
 from ..errors import (
     CoreError,
     FlexSNError,
@@ -85,6 +87,11 @@ class Recorder(Refusing, TorchDispatchMode):
         self.error = self.error or error
 
     # --- the dispatcher calls here for every op -----------------------------------------------------------------------
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it PyTorch imports it
+
+    @unseen_by_dynamo
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with self.remembering(), unwatched():
             return self.handle(func, args, kwargs or {})
@@ -177,9 +184,9 @@ class Recorder(Refusing, TorchDispatchMode):
         """Whether the cotangent of a smaller return broadcasts against what depends on params alone: of such a cotangent the kernel
         holds the sum over neurons, not one value for each."""
         moving = [n for n in nodes if n.meta["kind"] == "step"]
-        own = torch.broadcast_shapes(*[n.meta["val"].shape for n in moving])
-        whole = torch.broadcast_shapes(*[n.meta["val"].shape for n in nodes])
-        return own.numel() < whole.numel() and any(n in self.cotangents for n in behind(moving))
+        own = broadcast_shapes(*[n.meta["val"].shape for n in moving])
+        whole = broadcast_shapes(*[n.meta["val"].shape for n in nodes])
+        return math.prod(own) < math.prod(whole) and any(n in self.cotangents for n in behind(moving))
 
     def cotangents_behind(self, nodes: list[fx.Node]) -> tuple[str, ...]:
         """Names of the cotangents that nodes are computed from: zeros made of them (`round` passes such on) vanish with them."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch.tensors import is_symbolic, size_hint
+from .._torch.tensors import broadcast_shapes, is_symbolic, size_hint
 from ..errors import (
     ArgumentError,
     CoreError,
@@ -195,7 +195,7 @@ def noting_default_states(sig: Signature, states: Sequence[Any] | None, dtype: t
 def broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
     """Whether `small` broadcasts to `large` and not further."""
     try:
-        return tuple(torch.broadcast_shapes(tuple(small), tuple(large))) == tuple(large)
+        return broadcast_shapes(small, large) == tuple(large)
     except RuntimeError:
         return False
 
@@ -203,7 +203,7 @@ def broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
 def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The broadcast shape of operands at one time step."""
     try:
-        return tuple(torch.broadcast_shapes(*shapes))
+        return broadcast_shapes(*shapes)
     except RuntimeError:
         hinted = [[size_hint(n) if is_symbolic(n) else n for n in s] for s in shapes]
         listed = ", ".join(f"`{n}` {s}" for n, s in zip(sig.names, hinted, strict=False))

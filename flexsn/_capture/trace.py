@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, fx
 
 from .._torch.autograd import saved_tensors_hooks_there
-from .._torch.capture import FakeTensorMode, fake_errors_unlogged, start_autograd, uncached_parametrizations, without_compiled_autograd
+from .._torch.capture import start_autograd, uncached_parametrizations, without_compiled_autograd
+from .._torch.fake_tensors import LightFakeMode, fake_errors_unlogged
 from ..errors import SideEffectError
 from .recorder import mapped
 from .restrictions import ValueReads, run_refusing
@@ -140,7 +141,7 @@ def trace(
         FlexSNError: what the core does cannot be recorded faithfully; the class says what.
     """
     start_autograd()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = LightFakeMode()
     recorder = VjpRecorder(sig, fake, device, captured, vjp)
     with fake_errors_unlogged(), _undisturbed(), fake, torch.inference_mode(False), torch.set_grad_enabled(vjp):
         operands = []

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch.capture import disable_modes, run_backward, without_tensor_hooks
+from .._torch.capture import run_backward, without_tensor_hooks
+from .._torch.fake_tensors import disable_modes
 from ..errors import FlexSNError, InPlaceError, ParamGradientError, UnsupportedOpError
 from .recorder import Recorder, behind, is_nil
 from .restrictions import ValueReads

@@ -18,6 +18,7 @@ from .._capture.linearity import nonlinear, of_a_users_backward
 from .._capture.signature import Signature, broadcasts, noting_default_states, state_mismatch, step_shape
 from .._capture.trace import Meta, Trace, trace
 from .._ir.graph import HALF
+from .._torch.tensors import broadcast_shapes
 from ..errors import CannotFuseError, CoreError, NotElementwiseError, RandomOpError, UnsupportedOpError
 from .lowered import LoweredStep, LoweredVjp, lower_step, lower_vjp
 
@@ -187,7 +188,7 @@ def _step_of(sig: Signature, operands: Sequence[Meta], returns: Sequence[Meta]) 
     step = step_shape(sig, [m.shape for m in operands])
     for i, meta in enumerate(returns):
         try:
-            step = tuple(torch.broadcast_shapes(step, meta.shape))
+            step = broadcast_shapes(step, meta.shape)
         except RuntimeError:
             raise NotElementwiseError(
                 f"return value {i} has shape {list(meta.shape)}, which does not broadcast with the step shape {list(step)}",

@@ -68,9 +68,7 @@ def autocast_on() -> bool:
 
 def below_autograd() -> bool:
     """Whether autograd has had its turn: inside the rule of an operator for what comes after it."""
-    from torch._C import DispatchKey  # 2.11, 2.14
-
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)  # 2.11, 2.14
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch.DispatchKey.AutogradFunctionality)  # 2.11, 2.13
 
 
 def skipping_autograd() -> contextlib.AbstractContextManager:

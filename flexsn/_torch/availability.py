@@ -33,7 +33,7 @@ PROFILES = "names of neurons in profiles"
 # By feature and module: what is read of it. The feature is off where one is missing. What a class holds counts with the class.
 _NAMES = {
     KERNELS: {
-        "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode",
+        "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode in_kernel_invocation_manager",
         "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
         "torch._decomp": "decomposition_table",
         "torch._dispatch.python": "no_python_dispatcher",
@@ -45,7 +45,7 @@ _NAMES = {
         "torch.autograd.forward_ad": "_current_level",
         "torch.autograd": "Variable._execution_engine.queue_callback",
         "torch.autograd.graph": "_engine_run_backward",
-        "torch._C": "DispatchKey DisableTorchFunction _AutoDispatchBelowAutograd "
+        "torch._C": "DisableTorchFunction _AutoDispatchBelowAutograd "
         "_current_graph_task_id _dispatch_tls_is_dispatch_key_excluded _len_torch_dispatch_stack _len_torch_function_stack",
         "torch._C._autograd": "_top_saved_tensors_default_hooks",
         "torch._C._functorch": "get_interpreter_stack maybe_get_level",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,33 +11,7 @@ from typing import Any
 
 import torch
 
-try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.14
-    from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.14
-    from torch.utils._python_dispatch import _disable_current_modes as disable_modes  # 2.11, 2.14
-except ImportError:  # `interfaces.require` says so before a core is captured; isinstance() is False meanwhile
-
-    class FakeTensor: ...  # type: ignore[no-redef]  # stands in for the missing one
-
-    class FakeTensorMode: ...  # type: ignore[no-redef]  # stands in for the missing one
-
-    class TorchDispatchMode: ...  # type: ignore[no-redef]  # stands in for the missing one
-
-    disable_modes = contextlib.nullcontext  # type: ignore[assignment]  # likewise: there are no modes to disable
-
-__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "disable_modes"]  # the names that are only passed on
-
-
-def depends_on_values(error: RuntimeError) -> bool:
-    """Whether an operator failed on fake tensors since its result, or that of an operator inside it, depends on values."""
-    tags = getattr(error.args[0], "tags", ()) if len(error.args) == 1 else ()
-    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(tags)
-
-
-def lacks_fake_kernel(func: Any, error: RuntimeError) -> bool:
-    """Whether `func` failed on fake tensors for want of a fake kernel, or may have: the error then says no more than the operator, or has
-    a `reason` (2.11, 2.14); custom operators say so in words only. The one of shifts refuses bools, which the real ones take (2.13)."""
-    return error.args == (func,) or hasattr(error, "reason") or "an integral dtype" in str(error) or func.namespace not in ("aten", "prims")
+from .fake_tensors import disable_modes
 
 
 @functools.cache
@@ -51,17 +24,6 @@ def start_autograd() -> None:
     if torch.backends.cuda.is_built() and torch.cuda.device_count() == 0:  # `is_available` would keep forks from using GPUs
         with torch.inference_mode(False), torch.enable_grad(), no_modes():
             torch.ones((), device="cpu", requires_grad=True).clone().backward()
-
-
-@contextlib.contextmanager
-def fake_errors_unlogged() -> Iterator[None]:
-    """While inside, fake tensors do not log the errors that flexsn turns into its own."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")  # 2.13
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def decomposition_table() -> dict[Any, Any]:

@@ -27,6 +27,24 @@ def _like(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """`torch.broadcast_shapes`, which imports sympy, of sizes that are numbers.
+
+    Raises:
+        RuntimeError: they do not broadcast.
+    """
+    if any(isinstance(n, torch.SymInt) for shape in shapes for n in shape):
+        return tuple(torch.broadcast_shapes(*shapes))
+    found = [1] * max(map(len, shapes), default=0)
+    for shape in shapes:
+        for d, n in enumerate(shape, len(found) - len(shape)):
+            if found[d] == 1:
+                found[d] = n
+            elif n not in (1, found[d]):
+                raise RuntimeError(f"shapes {shapes} do not broadcast")
+    return tuple(found)
+
+
 def functional_overload(func: Any) -> Any | None:
     """`aten.add_.Tensor` -> `aten.add.Tensor`; by argument types, since names differ (`pow_.Scalar` -> `pow.Tensor_Scalar`)."""
     base = func._schema.name.removeprefix("aten::")

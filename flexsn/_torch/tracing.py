@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .availability import TRACES, moved
-from .capture import FakeTensorMode
+from .fake_tensors import FakeTensorMode
 
 try:
     from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11, 2.14
@@ -23,11 +23,10 @@ def give_rules(operator: Any, *, autograd: Callable, eager: Callable, fake: Call
     lacks a name for it."""
     if moved(TRACES):
         return False
-    from torch._C import DispatchKey  # 2.11, 2.14
-    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.14
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode  # 2.11, 2.13
 
-    operator.py_impl(DispatchKey.Autograd)(autograd)
-    operator.py_impl(DispatchKey.CompositeExplicitAutograd)(eager)
+    operator.py_impl(torch.DispatchKey.Autograd)(autograd)
+    operator.py_impl(torch.DispatchKey.CompositeExplicitAutograd)(eager)
     operator.py_impl(FakeTensorMode)(fake)
     operator.py_functionalize_impl(functional)
     operator.py_impl(ProxyTorchDispatchMode)(proxy)

@@ -17,7 +17,8 @@ from .._capture.signature import core_name
 from .._captured.captured_values import lock  # AOTAutograd swaps what belongs to the whole process, and puts it back
 from .._torch.aot_autograd import aot_graph, load_aot, min_cut
 from .._torch.availability import KERNELS, LOWLEVEL, require
-from .._torch.capture import FakeTensorMode, fake_errors_unlogged, start_autograd
+from .._torch.capture import start_autograd
+from .._torch.fake_tensors import FakeTensorMode, fake_errors_unlogged
 from ..errors import FlexSNError, GraphCaptureError
 
 aten = torch.ops.aten
@@ -116,11 +117,10 @@ def _capturing(traced: _Traced, flags: Sequence[bool]) -> Iterator[list[Tensor]]
     require(KERNELS)
     load_aot()
     start_autograd()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     autocasts = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda")]
     with lock, fake_errors_unlogged(), torch.inference_mode(False), torch.enable_grad(), autocasts[0], autocasts[1]:
         try:
-            with fake:
+            with FakeTensorMode(allow_non_fake_inputs=True):
                 tensors = [_like(e, flag) for e, flag in zip(traced.examples, flags, strict=True) if isinstance(e, Tensor)]
                 if not tensors:
                     raise GraphCaptureError("was given no example that is a tensor", core=traced.name)

@@ -1,0 +1,154 @@
+"""A capture imports neither `torch._dynamo` nor sympy for a common core, and what stands in for PyTorch's fake mode says what that says."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import flexsn
+from flexsn._torch.fake_tensors import FakeTensorMode, LightFakeMode
+
+ROOT = Path(flexsn.__file__).parent.parent
+aten = torch.ops.aten
+
+IMPORTS = """
+import inspect, sys
+import torch, flexsn
+from flexsn import neurons, surrogate
+from flexsn._operator import dispatch
+
+HEAVY = {"torch._dynamo", "sympy"}
+assert HEAVY.isdisjoint(sys.modules)
+x = torch.rand(4, 2, 3, requires_grad=True)
+weight = torch.nn.Parameter(torch.rand(3))
+
+def trained(what, call, leaves):
+    call().sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves) and HEAVY.isdisjoint(sys.modules), what
+
+lif = flexsn.LIF(tau=torch.nn.Parameter(torch.tensor(2.0)))
+trained("a learned tau", lambda: lif(x), lif.parameters())
+trained("a closure", lambda: flexsn.scan(lambda x, v: (torch.sigmoid(v) * weight, (v + x).clamp(-1.0, 1.0)), [x], [None]).outputs[0], [weight, x])
+with torch.no_grad():
+    flexsn.LIF()(x)
+assert HEAVY.isdisjoint(sys.modules), "inference"
+
+class Captured(Exception): ...
+
+def capture(*args):
+    prepare(*args, build=False)
+    raise Captured
+
+prepare, dispatch.prepare = dispatch.prepare, capture
+
+def captured(what, call):
+    try:
+        call()
+    except Captured:
+        assert HEAVY.isdisjoint(sys.modules), what
+    else:
+        raise AssertionError(what)
+
+for name, cls in vars(neurons).items():
+    if isinstance(cls, type) and cls is not neurons.Neuron:
+        captured(name, lambda: cls()(*[x] * (1 + (name == "TwoCompartmentLIF"))))
+others = {"custom_surrogate", "poisson_pass"}  # which make another, and take noise
+for name, spike in vars(surrogate).items():
+    if inspect.isfunction(spike) and spike.__module__ == "flexsn.surrogate" and name.islower() and name[0] != "_" and name not in others:
+        captured(name, lambda: flexsn.LIF(surrogate=spike)(x))
+"""
+
+
+def test_capture_and_training_import_neither_dynamo_nor_sympy():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+OPS = {
+    "add": lambda a, b: aten.add.Tensor(a, b, alpha=2),
+    "sub": lambda a, b: aten.rsub.Scalar(a, 1.5),
+    "mul": lambda a, b: aten.mul.Tensor(a, 2.0),
+    "div": aten.div.Tensor,
+    "floor_divide": aten.floor_divide.default,
+    "pow": lambda a, b: aten.pow.Tensor_Scalar(a, 2),
+    "ge": aten.ge.Tensor,
+    "logical_and": aten.logical_and.default,
+    "bitwise_and": aten.bitwise_and.Tensor,
+    "exp": lambda a, b: aten.exp.default(a),
+    "where": lambda a, b: aten.where.self(aten.gt.Scalar(a, 0), a, b),
+    "clamp": lambda a, b: aten.clamp.Tensor(a, max=b),
+    "masked_fill": lambda a, b: aten.masked_fill.Scalar(a, aten.gt.Scalar(b, 0), 0.0),
+    "frexp": lambda a, b: aten.frexp.Tensor(a)[1],
+    "sum": lambda a, b: aten.sum.default(a),
+    "sum of a dim": lambda a, b: aten.sum.dim_IntList(a, [-1]),
+    "sum that keeps": lambda a, b: aten.sum.dim_IntList(a, [0], True, dtype=torch.float64),
+    "copy": lambda a, b: aten._to_copy.default(a, dtype=torch.float16),
+    "clone": lambda a, b: aten.clone.default(a, memory_format=torch.contiguous_format),
+    "zeros_like": lambda a, b: aten.zeros_like.default(a),
+    "new_full": lambda a, b: aten.new_full.default(a, [2, 5], 3),
+    "full": lambda a, b: aten.full.default([4], 2, device=a.device),
+    "scalar_tensor": lambda a, b: aten.scalar_tensor.default(2.5),
+    "detach": lambda a, b: aten.detach.default(a),
+    "expand": lambda a, b: aten.expand.default(a, [2, 3, 4]),
+    "transposed": lambda a, b: aten.add.Tensor(aten.transpose.int(a, 0, 1), 1),
+    "view": lambda a, b: aten.view.default(a, [-1]),
+    "view of what is expanded": lambda a, b: aten.view.default(aten.expand.default(a, [2, 3, 4]), [-1]),
+    "no such dim": lambda a, b: aten.sum.dim_IntList(a, [5]),
+    "two devices": lambda a, b: aten.add.Tensor(a, torch.empty(3, 4, device="cpu" if a.device.type == "cuda" else "cuda")),
+    "other kernels": lambda a, b: aten.cumsum.default(a, 0),
+    "on a device": lambda a, b: aten._to_copy.default(a, device=torch.device("cpu")),
+    "is_same_size": aten.is_same_size.default,
+}  # fmt: skip
+
+
+def outcome(mode, op, left, right, device):
+    """What a fake mode says of an op: the kind of a result, or of an error."""
+    with mode:
+        a, b = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (left, right))
+        try:
+            found = op(a, b)
+        except Exception as error:  # whatever PyTorch raises
+            return type(error), str(error).split("\n")[0]
+    return (found.shape, found.stride(), found.dtype, found.device) if isinstance(found, Tensor) else found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", OPS)
+def test_the_light_mode_says_what_the_whole_one_says(name, device):
+    shapes = [(3, 4), (4,), (3, 1), (), (0, 4)]
+    single, half, integer, boolean = torch.float32, torch.float16, torch.int64, torch.bool
+    dtypes = [(single, single), (half, half), (half, single), (integer, half), (integer, integer), (single, boolean), (boolean, boolean)]
+    for (left, right), kinds in itertools.product([*itertools.product(shapes[:1], shapes), ((), ())], dtypes):
+        operands = (left, kinds[0]), (right, kinds[1])
+        want = outcome(FakeTensorMode(allow_non_fake_inputs=True), OPS[name], *operands, device)
+        assert outcome(LightFakeMode(), OPS[name], *operands, device) == want, operands
+
+
+def test_a_light_mode_becomes_whole_at_an_op_that_it_does_not_know():
+    with LightFakeMode() as mode:
+        x = torch.empty(3, 4)
+        y = torch.sigmoid(x) + 1.0
+        assert not mode.whole
+        z = y.cumsum(0)
+        assert mode.whole and z.fake_mode is y.fake_mode and (z * x).shape == (3, 4)
+    assert type(torch.ones(2)) is Tensor
+
+
+def test_views_share_memory():
+    with LightFakeMode() as mode:
+        x = torch.empty(3, 4)
+        y = x.detach().view(12)
+        assert x.untyped_storage()._cdata == y.untyped_storage()._cdata != (x + 1).untyped_storage()._cdata
+    assert not mode.whole
