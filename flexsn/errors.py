@@ -119,7 +119,7 @@ class FreedGraphError(FlexSNError, RuntimeError):
 
 
 class UnsupportedDtypeError(FlexSNError, TypeError):
-    """An operand or intermediate has a dtype that flexsn does not handle (complex, quantised, ...)."""
+    """An operand or intermediate has a dtype that flexsn does not handle (complex32, quantised, ...)."""
 
 
 # --- the core is fine in PyTorch, but one kernel cannot express it --------------------------------------------------
@@ -172,7 +172,7 @@ class ParamGradientError(CannotFuseError):
 
 
 class UnsupportedValueError(CannotFuseError):
-    """The core meets a tensor on its way that no kernel takes (complex, sparse, of a class that overrides operators)."""
+    """The core meets a tensor on its way that no kernel takes (float8, sparse, of a class that overrides operators)."""
 
 
 # --- the machine cannot do it ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from .._torch.fake_tensors import FakeTensor, disable_modes
 from .._torch.tensors import unwatched
 from ..errors import CapturedTensorError, DeviceMismatchError, FlexSNError, UnsupportedOpError, UnsupportedValueError
-from .signature import DTYPES, Signature, dtype_hint, not_dense
+from .signature import COMPLEX, DTYPES, Signature, dtype_hint, not_dense
 from .source_lines import INTERNAL, may_hold_cores, replayed
 
 
@@ -78,7 +78,7 @@ class Tape:
             raise UnsupportedValueError(
                 f"captured tensor `{path}` must be a dense tensor, not {refusal[0]}", core=self.sig.core, line=self.line(), hint=refusal[1]
             )
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in (*DTYPES, *COMPLEX):
             raise UnsupportedValueError(
                 f"captured tensor `{path}` has dtype {tensor.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(tensor.dtype)
             )

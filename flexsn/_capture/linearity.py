@@ -25,6 +25,7 @@ LINEAR: dict[str, int] = {
     "aten::scatter_add": 2, "aten::index_put": 2, "aten::_unsafe_index_put": 2, "aten::index_add": 2,
     "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
     "aten::_weight_norm_interface_backward": 1, "aten::diagonal_backward": 1, "aten::scatter": 2,
+    "aten::complex": 2, "aten::_conj": 1, "aten::_conj_physical": 1, "aten::view_as_real": 1, "aten::view_as_complex": 1,
 }  # fmt: skip
 PRODUCTS = {"aten::mul", "aten::mm", "aten::bmm", "aten::mv", "aten::dot"}
 LINEAR_IN_FIRST = {  # and nowhere else
@@ -40,7 +41,7 @@ def most_moving(name: str) -> int:
 
 def addends(name: str, args: tuple) -> Sequence[Any]:
     """Arguments that the result has as terms: a constant among them would be added once, and not at every step."""
-    if name in ("aten::add", "aten::sub"):
+    if name in ("aten::add", "aten::sub", "aten::complex"):
         return args[:2]
     if name == "aten::cat":
         return (args[:1] or ((),))[0]
@@ -67,7 +68,7 @@ def is_linear(func: Any, nodes: Sequence[fx.Node], moving: Sequence[fx.Node], re
 
 def _truncates(moving: Sequence[fx.Node], result: Any) -> bool:
     """Whether an op makes integers of floats, or shorter ones of integers: the sum of such is not that of the sum."""
-    if not isinstance(result, Tensor) or result.dtype.is_floating_point:
+    if not isinstance(result, Tensor) or result.dtype.is_floating_point or result.is_complex():
         return False
     return result.dtype is not torch.int64 or any(n.meta["val"].dtype.is_floating_point for n in moving)
 

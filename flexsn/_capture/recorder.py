@@ -23,11 +23,12 @@ from ..errors import (
     UnsupportedOpError,
     UnsupportedValueError,
 )
+from .complex_numbers import PLAIN, Pairs
 from .decompositions import decomposition
 from .graph_writer import getitem
 from .linearity import LINEAR, PRODUCTS, addends, is_linear, leaves, most_moving
 from .restrictions import Refusing, op_name
-from .signature import BOOL_HINT, DTYPES, Signature, dtype_hint
+from .signature import BOOL_HINT, COMPLEX, DTYPES, Signature, dtype_hint
 
 aten = torch.ops.aten
 
@@ -69,13 +70,15 @@ class Recorder(Refusing, TorchDispatchMode):
         self.trains_params = False
         self.cotangents: set[fx.Node | None] = set()
         self.flows: list[list[fx.Node]] = []
+        self.pairs = Pairs(self)
 
     def poison(self, func: Any, nodes: Sequence[fx.Node]) -> None:
         """Remember that `func` mixes neurons; raised after the core ran, so that a later `if` can be named instead."""
         op = self.user_op or func
         if torch.Tag.pointwise in op.tags or "quantize" in op_name(op):  # quantising is elementwise too, and has no tag
+            numbers = " of complex numbers" if any(n.meta["val"].is_complex() for n in nodes) else ""
             error: FlexSNError = UnsupportedOpError(
-                f"`{op_name(op)}` has no rule in the closed op set", core=self.sig.core, line=self.line()
+                f"`{op_name(op)}`{numbers} has no rule in the closed op set", core=self.sig.core, line=self.line()
             )
         else:
             error = NotElementwiseError(
@@ -131,6 +134,8 @@ class Recorder(Refusing, TorchDispatchMode):
         if value_of := _UNIFORM.get(name) or _FILLED.get(name):
             val = self.evaluate(func, args, kwargs)
             value = value_of(args, kwargs)
+            if val.is_complex():
+                return self.pairs.uniform(val, value, "step" if "step" in kinds else "static", self.cotangents_behind(nodes))
             if isinstance(value, (int, float, bool)):
                 return self.track(val, self.uniform(val, value, "step" if "step" in kinds else "static", self.cotangents_behind(nodes)))
         terms = {"aten::where": nodes[1:3], "aten::add": nodes[:2]}.get(name, ())
@@ -142,6 +147,8 @@ class Recorder(Refusing, TorchDispatchMode):
             for part in _tensors(val):
                 self.node_of(part).meta["nil"] = True
             return val
+        if "step" in kinds and "reduced" not in kinds and self.pairs.concern(func, args, kwargs, nodes):
+            return self.pairs.record(func, args, kwargs, nodes)
         if name in ("aten::detach", "aten::alias") and self.calling in _FACTORIES:  # what these end with: nobody sees the first tensor
             self.tracked.pop(id(args[0]), None)
         if name in ("aten::detach", "aten::alias") and "uniform" in nodes[0].meta:
@@ -149,8 +156,10 @@ class Recorder(Refusing, TorchDispatchMode):
             return self.track(val, self.uniform(val, nodes[0].meta["uniform"], nodes[0].meta["kind"], nodes[0].meta.get("of", ())))
         if name in ("aten::detach", "aten::alias") and kinds == {"static"}:
             return self.track(self.evaluate(func, args, kwargs), nodes[0])
+        if func is aten._conj.default and not nodes:  # of a number
+            return self.pairs.uniform(self.evaluate(func, args, kwargs), args[0].conjugate())
         if not kinds or kinds == {"static"}:
-            return self.add(func, args, kwargs, "static", nodes)
+            return self.add(PLAIN.get(func, func), args, kwargs, "static", nodes)
         if "reduced" in kinds or (self.in_backward and func in RULES and self.grows(nodes)):
             return self.reduced(func, args, kwargs, nodes)
         if (name in _LAYOUT or name == "aten::sum") and len(nodes) == 1:
@@ -225,8 +234,8 @@ class Recorder(Refusing, TorchDispatchMode):
         node = self.node_of(addend)
         return node.meta["kind"] != "static" or is_nil(node)
 
-    def decompose(self, func, args, kwargs):
-        rule = decomposition(func)
+    def decompose(self, func, args, kwargs, rule: Callable[..., Any] | None = None):
+        rule = rule or decomposition(func)
         if rule is None:
             return NotImplemented
         outer = self.user_op
@@ -298,7 +307,7 @@ class Recorder(Refusing, TorchDispatchMode):
             return val
         node = self.graph.create_node("call_function", func, mapped(args, self.node_of), mapped(kwargs, self.node_of))
         node.meta.update(kind=kind, val=val, line=self.line(), backward=self.in_backward, users=self.by_user())
-        if kind == "step" and isinstance(val, Tensor) and val.dtype not in DTYPES:
+        if kind == "step" and isinstance(val, Tensor) and val.dtype not in (*DTYPES, *COMPLEX):
             self.error = self.error or UnsupportedValueError(
                 f"`{op_name(self.user_op or func)}` gives a {val.dtype}", core=self.sig.core, line=self.line(), hint=dtype_hint(val.dtype)
             )

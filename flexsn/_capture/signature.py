@@ -35,6 +35,7 @@ DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
 )  # fmt: skip
+COMPLEX = (torch.complex64, torch.complex128)
 
 
 BOOL_HINT = "Spikes as numbers: write `x.to(v.dtype)` for `x`."
@@ -152,7 +153,7 @@ def check_operands(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Te
             raise not_a_tensor(f"{kind} `{name}`", tensor, sig.core)
         if refusal := not_dense(tensor):
             raise OperandTypeError(f"{kind} `{name}` must be a dense tensor, not {refusal[0]}", core=sig.core, hint=refusal[1])
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in (*DTYPES, *COMPLEX):
             raise UnsupportedDtypeError(f"{kind} `{name}` has dtype {tensor.dtype}", core=sig.core, hint=dtype_hint(tensor.dtype))
         if tensor.device != device and not (kind == "param" and tensor.dim() == 0 and tensor.device.type == "cpu"):
             raise DeviceMismatchError(f"{kind} `{name}` is on {tensor.device} but input `{sig.names[0]}` is on {device}", core=sig.core)
@@ -251,16 +252,16 @@ def not_dense(tensor: Tensor) -> tuple[str, str] | None:
 
 def dtype_hint(dtype: torch.dtype) -> str:
     if dtype.is_complex:
-        return "Pass real and imaginary parts as two real tensors."
+        return "Convert it to complex64 or complex128."
     return f"Convert it to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}."
 
 
 def check_values(sig: Signature, values: Sequence[Tensor], device: torch.device) -> None:
-    """What the core returned are dense, real tensors on the device of its operands."""
+    """What the core returned are dense tensors on the device of its operands."""
     for i, value in enumerate(values):
         if refusal := not_dense(value):
             raise ReturnTypeError(f"return value {i} must be a dense tensor, not {refusal[0]}", core=sig.core, hint=refusal[1])
-        if value.dtype not in DTYPES:
+        if value.dtype not in (*DTYPES, *COMPLEX):
             raise UnsupportedDtypeError(f"return value {i} has dtype {value.dtype}", core=sig.core, hint=dtype_hint(value.dtype))
         same = value.device == device or (value.device.type == device.type and device.index is None)  # "cuda": the current one
         if not same and not (value.dim() == 0 and value.device.type == "cpu"):

@@ -148,7 +148,7 @@ def trace(
         for i, meta in enumerate(metas):
             static = i >= sig.num_inputs + sig.num_states
             operand = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-            operand.requires_grad_(vjp and meta.dtype.is_floating_point)
+            operand.requires_grad_(vjp and (meta.dtype.is_floating_point or meta.dtype.is_complex))
             recorder.placeholder(operand, sig.names[i], "static" if static else "step")
             operands.append(operand)
         if isinstance(core, SelfDifferentiating):

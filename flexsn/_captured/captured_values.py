@@ -40,6 +40,8 @@ class CapturedValues:
         owned: whether a module holds the core.
         own: by path, how to read the tensors that a module registered in place of those in the core's cells.
         calls, signatures: what `dispatch` knows of calls, by the kinds of their operands; of equal fingerprints the same.
+        wrap: what makes another core of the core on stand-ins, if one is to run in its place (`wrapped`).
+        pairs: by the kinds of operands, what `dispatch` knows of calls with complex numbers.
         simple: whether the places that are watched hold no object that may lead back to the core.
     """
 
@@ -57,6 +59,8 @@ class CapturedValues:
         self.owned = False
         self.calls: dict[Any, Any] = {}
         self.signatures: dict[tuple[int, int, int], Any] = {}
+        self.pairs: dict[Any, Any] = {}
+        self.wrap: Any = None
 
     def __reduce__(self) -> tuple:
         return CapturedValues, (_nothing,)  # nothing of this process travels
@@ -130,8 +134,16 @@ class CapturedValues:
             raise self.refusal
         walk = Walk(core, make, {path: read() for path, read in self.own.items()})
         run: Any = walk.checked()
-        run.unchecked = walk.core
+        if self.wrap is not None:
+            run = self.wrap(run)
+        run.unchecked = walk.core if self.wrap is None else self.wrap(walk.core)
         return run, walk.made
+
+    def wrapped(self, wrap: Callable[[Callable], Callable]) -> CapturedValues:
+        """Return the same look, for calls of what `wrap`, which is hashable, makes of the core: it captures what the core does."""
+        made = object.__new__(CapturedValues)
+        made.__dict__.update(self.__dict__, fingerprint=(*self.fingerprint, wrap), wrap=wrap, calls={}, signatures={}, pairs={})
+        return made
 
     def warn_of_frozen(self, core: str) -> None:
         """Say once what was taken as it was."""

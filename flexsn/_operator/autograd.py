@@ -306,7 +306,7 @@ def _along(call: run.Call, operands: Tensors, tangents: Tensors) -> list[Tensor 
 
 def _gradients_along(call: run.Call, operands: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple[Tensors, Tensors]:
     """Return the derivatives of the results along tangents, and the gradients of all operands for cotangents of these derivatives."""
-    leaves = [k for k, t in enumerate(operands) if t is not None and t.is_floating_point()]
+    leaves = [k for k, t in enumerate(operands) if t is not None and (t.is_floating_point() or t.is_complex())]
     there: list[bool] = []
 
     def derivatives(*given: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
 from .._captured.captured_values import CapturedValues
+from .._program.pairs import ComplexStepError, Layout
 from .._runtime import fork
 from .._runtime.backends import check_backend
 from .._torch.autograd import call_modes, profiler_flag, unwrap_if_dead
@@ -88,6 +89,9 @@ def _run_first(
     num_outputs: int | None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Check a call, choose a backend, run; keep under `key` how."""
+    options: dict[str, Any] = {"backend": backend, "sequences": sequences}
+    if key is not None and key in seen.pairs:
+        return _in_pairs(core, seen.pairs[key], inputs, states, params, options)
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
     check_backend(backend, core_name(core))
@@ -104,7 +108,14 @@ def _run_first(
     why: Exception | None = None  # the eager loop runs, if another backend could be taken
     if backend != "torch":
         try:
-            call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
+            try:
+                call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
+            except ComplexStepError as found:
+                paired = seen.wrapped(found.layout)
+                results = _in_pairs(core, paired, inputs, states, params, options)
+                if key is not None:
+                    seen.pairs[key] = paired
+                return results
             results = run_call(call, read_by(call, tensors, captured))
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
@@ -123,6 +134,18 @@ def _run_first(
     with around, named, noting("the eager loop", why):
         outputs, finals, state_seqs = eager_loop(seen.runnable(core), sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
+
+
+def _in_pairs(
+    core: Callable, paired: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...],
+    options: dict[str, Any],
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Run a call with complex numbers by the kernel of the core on their parts, which `paired` is a look at."""
+    layout: Layout = paired.wrap
+    parts = layout.split(inputs, states)
+    paired.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
+    finals, trail, outputs = run_core(core, paired, *parts, params, strict=True, num_outputs=layout.num_outputs, **options)
+    return layout.states(finals), layout.states(trail) if options["sequences"] else [], layout.outputs(outputs)
 
 
 def read_by(call: run.Call, tensors: Sequence[Tensor | None], captured: dict[str, Tensor]) -> Sequence[Tensor | None]:

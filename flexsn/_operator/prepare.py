@@ -88,7 +88,7 @@ class SourceOf:
     def __init__(self, core: Any, seen: CapturedValues, sig: Signature):
         method = isinstance(core, types.MethodType)
         self.core: Any = weakref.WeakMethod(core) if method else weakref.ref(core)
-        self.seen, self.sig, self.fingerprint = weakref.ref(seen), sig, seen.fingerprint
+        self.seen, self.sig, self.fingerprint, self.wrap = weakref.ref(seen), sig, seen.fingerprint, seen.wrap
         function = isinstance(core, (types.FunctionType, functools.partial))
         self.keep = self.core if function and (seen.simple or not seen.owned) else None
 
@@ -96,6 +96,7 @@ class SourceOf:
         core, seen = self.core(), self.seen()
         if core is not None and (seen is None or not seen.valid(core)):
             seen = CapturedValues(core)
+            seen = seen if self.wrap is None else seen.wrapped(self.wrap)
         if core is None or seen is None or seen.fingerprint != self.fingerprint:
             what = "is gone" if core is None else "captures something else now"
             raise DoubleBackwardError(
@@ -176,7 +177,7 @@ def refuse_freed(sig: Signature, names: Sequence[str], tensors: Sequence[Tensor 
 
 def _may_need_grad(tensor: Tensor | None, transformed: bool) -> bool:
     """`transformed`: by `torch.func`; a transform inside another hides what the outer one differentiates."""
-    return tensor is not None and (tensor.requires_grad or (transformed and tensor.is_floating_point()))
+    return tensor is not None and (tensor.requires_grad or (transformed and (tensor.is_floating_point() or tensor.is_complex())))
 
 
 def _stand_in(tensor: Tensor, transformed: bool = False) -> Tensor:

@@ -21,6 +21,7 @@ from .._ir.graph import HALF
 from .._torch.tensors import broadcast_shapes
 from ..errors import CannotFuseError, CoreError, NotElementwiseError, RandomOpError, UnsupportedOpError
 from .lowered import LoweredStep, LoweredVjp, lower_step, lower_vjp
+from .pairs import refuse_complex
 
 Record = Callable[..., Trace]  # `trace` of one core on one device
 
@@ -169,6 +170,7 @@ def draw(
     record = functools.partial(trace, core, sig, device=device, captured=captured)
     seen, forward = _settle(record, sig, metas, num_outputs)
     ins, returns = sig.num_inputs + sig.num_states, forward.metas()
+    refuse_complex(sig, seen, returns)
     step = _step_of(sig, seen[:ins], returns)
     computed = _computed(sig, seen, step)
     if computed != seen:

@@ -88,7 +88,7 @@ class Dual(SelfDifferentiating):
             own += [next(given) for _ in range(size)]
             tangents |= {k: next(given) for k in group}
         with torch.enable_grad():
-            own = [t if t.requires_grad or not t.is_floating_point() else t.detach().requires_grad_() for t in own]
+            own = [t if t.requires_grad or not (t.is_floating_point() or t.is_complex()) else t.detach().requires_grad_() for t in own]
             everything = [*own, *[self.captured[name] for name in self.statics[sig.num_params :]]]
             returned = self.core(*own)
             returned = (returned,) if isinstance(returned, Tensor) else tuple(returned)

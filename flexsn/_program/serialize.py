@@ -3,9 +3,9 @@
 The string is JSON. A step is its closed graph, whose nodes are `[name, op, args, dtype, line]` (an argument is a name, or
 `[value, dtype, roles of the cotangents it was made from]`), and the ATen graph of what PyTorch computes around it, whose nodes are
 `[name, op, args, kwargs, meta]`; in arguments a node is `{"node": name}`, and what JSON lacks is `{"dtype": ...}`, `{"layout": ...}`,
-`{"memory_format": ...}`, `{"device": ...}`. The device of the operands is `{"device": ""}`: the string names none. Reading it back
-captures and lowers nothing; it imports and runs nothing but lookups of PyTorch operators by name; one that writes to its operands,
-or reaches files or other processes, is refused, and so is a name that is no identifier.
+`{"memory_format": ...}`, `{"device": ...}`, `{"complex": [real, imaginary]}`. The device of the operands is `{"device": ""}`: the
+string names none. Reading it back captures and lowers nothing; it imports and runs nothing but lookups of PyTorch operators by name;
+one that writes to its operands, or reaches files or other processes, is refused, and so is a name that is no identifier.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _statics(static: StaticGraph) -> dict[str, Any]:
     return {
         "nodes": [_node(n) for n in static.graph.nodes],
         "operands": names(static.operands),
-        "constants": {n.name: [_word(t.dtype), list(t.shape), t.flatten().tolist()] for n, t in static.constants.items()},
+        "constants": {n.name: [_word(t.dtype), list(t.shape), _argument(t.flatten().tolist())] for n, t in static.constants.items()},
         "sums": names(static.sums),
         "params": names(static.params),
         "grads": [None if n is None else n.name for n in static.grads],
@@ -119,6 +119,8 @@ def _argument(value: Any) -> Any:
         return [_argument(v) for v in value]
     if isinstance(value, dict):
         return {k: _argument(v) for k, v in value.items()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
     if isinstance(value, torch.device):
         return {"device": ""}
     for word, kind in _NAMED.items():
@@ -208,6 +210,8 @@ def _read_statics(data: dict[str, Any], device: torch.device) -> StaticGraph:
         if not isinstance(value, dict):
             return value
         ((kind, word),) = value.items()
+        if kind == "complex":
+            return complex(*word)
         return nodes[word] if kind == "node" else device if kind == "device" else _named(kind, word)
 
     for name, op, args, kwargs, meta in data["nodes"]:
@@ -225,7 +229,7 @@ def _read_statics(data: dict[str, Any], device: torch.device) -> StaticGraph:
         node.meta["val"] = None if val is None else torch.empty(val[0], dtype=_named("dtype", val[1]), device="meta")
         nodes[name] = node
     constants = {
-        nodes[n]: torch.tensor(values, dtype=_named("dtype", d)).reshape(shape).to(device)
+        nodes[n]: torch.tensor(argument(values), dtype=_named("dtype", d)).reshape(shape).to(device)
         for n, (d, shape, values) in data["constants"].items()
     }
     sums, params = [{Role.of(role): nodes[n] for role, n in data[key].items()} for key in ("sums", "params")]

@@ -18,6 +18,7 @@ from .._operator.dispatch import read_by
 from .._operator.fallback import unsaid
 from .._operator.prepare import prepare
 from .._plan.plan import KernelPlan
+from .._program.pairs import ComplexStepError
 from .._runtime import cpp_kernel as launch_cpp
 from .._runtime import triton_kernel as launch_triton
 from .._runtime.backends import BACKENDS, NAMES, backend_of
@@ -45,7 +46,7 @@ from .hoisted import hoisted_ops, op_of
 from .measure import Others, beside_copies
 from .model import Choice, Operand, Pass, Problem, SourceLine
 from .reports import NetworkReport, Report
-from .subject import Subject, machine_facts, source_of, subject_of
+from .subject import Subject, machine_facts, on_parts, source_of, subject_of
 from .vectors import vector_facts
 
 
@@ -112,7 +113,7 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
     call, launches, problem = None, {}, None
     with torch.enable_grad(), undisturbed():
         try:
-            call = _call(subject, build=False)  # what needs no kernel is shown where none can be built
+            subject, call = _call_of(subject)  # what needs no kernel is shown where none can be built
             call.compile(read_by(call, subject.tensors, subject.captured))
             launches = _launches(call)
         except (CannotFuseError, BackendUnavailableError) as error:
@@ -124,6 +125,15 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
         if call is not None and measure and launches and call.T and report.neurons:
             _measure(report, subject, call)
     return report
+
+
+def _call_of(subject: Subject) -> tuple[Subject, Call]:
+    """What is explained, and its call; of complex numbers, the core on their parts."""
+    try:
+        return subject, _call(subject, build=False)
+    except ComplexStepError as found:
+        subject = on_parts(subject, found.layout)
+        return subject, _call(subject, build=False)
 
 
 def _call(subject: Subject, build: bool = True) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
 from .._captured.captured_values import CapturedValues, look
+from .._program.pairs import Layout
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN
@@ -78,6 +80,15 @@ def subject_of(
     return made
 
 
+def on_parts(subject: Subject, layout: Layout) -> Subject:
+    """The same with real and imaginary parts in place of complex operands."""
+    inputs, states = layout.split(subject.inputs, subject.states)
+    leaves = tuple([_leaf(x, x.requires_grad) for x in inputs])
+    return dataclasses.replace(
+        subject, sig=layout.signature, seen=subject.seen.wrapped(layout), inputs=leaves, states=states, num_outputs=layout.num_outputs
+    )  # fmt: skip
+
+
 def _of_module(module: FlexSN, example: Sequence[Any], states: Any, params: Sequence[Tensor], backend: str | None) -> Subject:
     name = core_name(module.core)
     if params:
@@ -128,7 +139,7 @@ def _check_tensors(name: str, example: Sequence[Any]) -> None:
 def _leaf(x: Tensor, wanted: bool) -> Tensor:
     if x.is_inference():  # such a tensor can never require grad
         x = x.clone()
-    return x.detach().requires_grad_(wanted and x.dtype.is_floating_point)
+    return x.detach().requires_grad_(wanted and (x.dtype.is_floating_point or x.dtype.is_complex))
 
 
 # --- the user's source ------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,14 @@ def uncompiled_loop(*call: Any) -> Results:
 
 
 @outside_dynamo(
+    "flexsn runs the call uncompiled: it takes or returns complex numbers, whose parts a kernel takes. Compile without `fullgraph=True`"
+)
+def uncompiled_parts(*call: Any) -> Results:
+    """Run the call between compiled parts; `call` as `uncompiled` takes it."""
+    return uncompiled(*call)
+
+
+@outside_dynamo(
     "flexsn runs the call uncompiled: this PyTorch has moved what compiled calls stand on, as an `InterfaceWarning` says. Compile without "
     "`fullgraph=True`"
 )
@@ -99,6 +107,8 @@ def compile_core(
     if not dynamo.ready():
         return uncompiled_call(*call, backend, strict)
     results = core_scan(*call, backend, strict)
+    if results == dynamo.PARTS:
+        return uncompiled_parts(*call, backend, strict)
     if isinstance(results, str):
         return uncompiled_loop(*call)
     n = len(states)

@@ -23,6 +23,7 @@ from .._ir.graph import HALF
 from .._operator.dtensor import any_dtensor
 from .._operator.fallback import say_once, warn_once
 from .._operator.library import text_of
+from .._program.pairs import ComplexStepError
 from .._program.symbolic_sizes import exactly
 from .._runtime.backends import check_backend, choose_backend
 from .._torch.availability import COMPILE, TRACES, moved
@@ -142,6 +143,8 @@ def _core_scan_variable(dynamo: Any) -> type:
             try:
                 choose_backend(backend, fakes[0].device, sig.core, traced=True)
                 blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
+            except ComplexStepError:
+                return dynamo.VariableTracker.build(tx, PARTS)
             except FlexSNError as error:
                 if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
                     warn_once(_without_kernel(tx), error)
@@ -163,7 +166,7 @@ def _core_scan_variable(dynamo: Any) -> type:
     return CoreScanVariable
 
 
-EAGER, SCAN = "the eager loop", "PyTorch's own scan"
+EAGER, SCAN, PARTS = "the eager loop", "PyTorch's own scan", "a call with complex numbers, uncompiled"
 
 
 def _without_kernel(tx: Any) -> str:

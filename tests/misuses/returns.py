@@ -189,15 +189,9 @@ def returns_bool(backend):
     return both(backend, lambda x, v: (x > v, v), [X], [V])
 
 
-@misuse("a complex output", raises(errors.UnsupportedDtypeError, "return value 0 has dtype torch.complex64", "real and imaginary"),
-        cpp=raises(errors.UnsupportedOpError, "`complex` has no rule"))  # fmt: skip
-def returns_complex(backend):
-    return scan(backend, lambda x, v: (torch.complex(x, v), v))
-
-
-@misuse("a complex value on the way", falls_back(errors.UnsupportedOpError, "`polar` has no rule"))
+@misuse("a function of complex numbers without a rule", falls_back(errors.UnsupportedOpError, "`tanh` of complex numbers has no rule"))
 def complex_inside(backend):
-    return both(backend, lambda x, v: (torch.polar(x.abs(), v).real, v), [X], [V])
+    return both(backend, lambda x, v: (torch.tanh(torch.complex(x, v)).real, v), [X], [V])
 
 
 @misuse(
