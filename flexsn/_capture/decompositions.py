@@ -20,6 +20,18 @@ from .._ir.rounding import rounding_of
 from .._torch.capture import decomposition_table
 
 aten = torch.ops.aten
+
+# In place, without a value that changes; `vector @ matrix` ends with the first.
+LAID_OUT_IN_PLACE = {
+    aten.squeeze_.default: aten.squeeze.default, aten.squeeze_.dim: aten.squeeze.dim, aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default, aten.t_.default: aten.t.default, aten.transpose_.default: aten.transpose.int,
+}  # fmt: skip
+
+# Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
+LAYOUT = {
+    "aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::lift_fresh",
+    "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
+}  # fmt: skip
 _OWN: dict[Any, Callable[..., Any]] = {}
 
 

@@ -24,7 +24,7 @@ from ..errors import (
     UnsupportedValueError,
 )
 from .complex_numbers import PLAIN, Pairs
-from .decompositions import decomposition
+from .decompositions import LAID_OUT_IN_PLACE, LAYOUT, decomposition
 from .graph_writer import getitem
 from .linearity import LINEAR, PRODUCTS, addends, is_linear, leaves, most_moving
 from .restrictions import Refusing, op_name
@@ -43,18 +43,6 @@ _UNIFORM: dict[str, Callable[[tuple, dict], Any]] = {
 _FILLED: dict[str, Callable[[tuple, dict], Any]] = {"aten::zero": lambda a, k: 0, "aten::fill": lambda a, k: a[1]}
 
 _FACTORIES = {name.removeprefix("aten::") for name in _UNIFORM} | {"tensor", "as_tensor"}
-
-# In place, without a value that changes; `vector @ matrix` ends with the first.
-_LAID_OUT_IN_PLACE = {
-    aten.squeeze_.default: aten.squeeze.default, aten.squeeze_.dim: aten.squeeze.dim, aten.squeeze_.dims: aten.squeeze.dims,
-    aten.unsqueeze_.default: aten.unsqueeze.default, aten.t_.default: aten.t.default, aten.transpose_.default: aten.transpose.int,
-}  # fmt: skip
-
-# Identity on a step tensor if the shape stays: layout and autograd bookkeeping.
-_LAYOUT = {
-    "aten::detach", "aten::alias", "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::expand", "aten::lift_fresh",
-    "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
-}  # fmt: skip
 
 _NEEDS_NO_STATE = "A kernel handles each neuron by itself: do this outside the core, or on params only."
 _NEEDS_A_STATE = (
@@ -162,7 +150,7 @@ class Recorder(Refusing, TorchDispatchMode):
             return self.add(PLAIN.get(func, func), args, kwargs, "static", nodes)
         if "reduced" in kinds or (self.in_backward and func in RULES and self.grows(nodes)):
             return self.reduced(func, args, kwargs, nodes)
-        if (name in _LAYOUT or name == "aten::sum") and len(nodes) == 1:
+        if (name in LAYOUT or name == "aten::sum") and len(nodes) == 1:
             val, whole = self.evaluate(func, args, kwargs), nodes[0].meta["val"]
             if val.shape == whole.shape and val.dtype == whole.dtype:  # a sum of one element too
                 return self.track(val, nodes[0])
@@ -267,7 +255,7 @@ class Recorder(Refusing, TorchDispatchMode):
                 f"`{op_name(func)}` writes into a tensor that has views", core=self.sig.core, line=self.line(),
                 hint="Make a new one: by the form without the underscore, or, of parts, by `torch.where(mask, a, h)`.",
             )  # fmt: skip
-        if view := _LAID_OUT_IN_PLACE.get(func):
+        if view := LAID_OUT_IN_PLACE.get(func):
             with self:
                 result = view(*args, **kwargs)
             self.tracked[id(target)] = (target, self.tracked.pop(id(result))[1])

@@ -64,22 +64,22 @@ def get_flexsn_kernel_handle(handle: Any) -> FlexSNKernelHandle:
 
 def retain_flexsn_kernel_handle(handle: Any) -> None:
     """Use a handle once more; raises as `get_flexsn_kernel_handle`."""
-    _retain(handle, "active_refs")
+    _count(handle, "active_refs", 1)
 
 
 def retain_owner_flexsn_kernel_handle(handle: Any) -> None:
     """Own a handle once more; raises as `get_flexsn_kernel_handle`."""
-    _retain(handle, "owner_refs")
+    _count(handle, "owner_refs", 1)
 
 
 def release_flexsn_kernel_handle(handle: Any) -> None:
     """Own a handle once less. The last reference of both kinds takes the entry with it, and closes its kernels."""
-    _release(handle, "owner_refs")
+    _count(handle, "owner_refs", -1)
 
 
 def release_active_flexsn_kernel_handle(handle: Any) -> None:
     """Use a handle once less, otherwise as `release_flexsn_kernel_handle`."""
-    _release(handle, "active_refs")
+    _count(handle, "active_refs", -1)
 
 
 def attach_flexsn_handle_finalizer(owner: Any, handle: Any) -> weakref.finalize:
@@ -109,20 +109,14 @@ def _known(number: int) -> FlexSNKernelHandle:
     return entry
 
 
-def _retain(handle: Any, kind: str) -> None:
+def _count(handle: Any, kind: str, by: int) -> None:
+    """Count a reference more or less; one less of an entry that is gone is none."""
     number = handle_number(handle)
     with _lock:
-        entry = _known(number)
-        setattr(entry, kind, getattr(entry, kind) + 1)
-
-
-def _release(handle: Any, kind: str) -> None:
-    number = handle_number(handle)
-    with _lock:
-        entry = _entries.get(number)
+        entry = _entries.get(number) if by < 0 else _known(number)
         if entry is None:
             return
-        setattr(entry, kind, max(0, getattr(entry, kind) - 1))
+        setattr(entry, kind, max(0, getattr(entry, kind) + by))
         if entry.owner_refs or entry.active_refs:
             return
         del _entries[number]
