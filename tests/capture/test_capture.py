@@ -179,13 +179,13 @@ def test_nothing_of_the_users_changes():
 
 
 def test_cores_that_flexsn_has_give_their_lines():
-    from flexsn._cli.candidates import _lif  # in a subpackage, as a user's core would be beside it
+    from flexsn._cli.candidates import lif  # in a subpackage, as a user's core would be beside it
 
-    lines = [n.meta["line"] for n in record(_lif, (5,), (5,)).graph.nodes if n.op == "call_function"]
-    assert lines[0] == line_of(_lif, "h = v + (x - v) / 2.0") and lines[3:6] == [line_of(_lif, "s = atan(h - 1.0)")] * 3
+    lines = [n.meta["line"] for n in record(lif, (5,), (5,)).graph.nodes if n.op == "call_function"]
+    assert lines[0] == line_of(lif, "h = v + (x - v) / 2.0") and lines[3:6] == [line_of(lif, "s = atan(h - 1.0)")] * 3
 
     def users(x, v):
-        return _lif(x, v)
+        return lif(x, v)
 
     lines = {n.meta["line"] for n in record(users, (5,), (5,)).graph.nodes if n.op == "call_function"}
-    assert lines == {line_of(users, "return _lif(x, v)")}
+    assert lines == {line_of(users, "return lif(x, v)")}
