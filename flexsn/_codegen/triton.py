@@ -31,7 +31,8 @@ from .triton_values import COMPUTE, IMPORTS, TRITON, literal, smooth, template
 @functools.lru_cache(256)
 def render(plan: KernelPlan) -> str:
     """Return the kernel's source text."""
-    return "\n".join([*_header(plan), *(_forward(plan) if plan.direction == "forward" else _backward(plan)), ""])
+    body = _forward(plan) if plan.direction == "forward" else _backward(plan)
+    return "\n".join([*title(plan, "#"), *IMPORTS, "", "", *body, ""])
 
 
 def kernel_name(plan: KernelPlan) -> str:
@@ -57,10 +58,6 @@ def packed(present: Sequence[bool]) -> tuple[int, ...]:
     """Return the numbers of `flags`: bit by bit, whether each of `nullable(plan)` is there."""
     parts = [present[k : k + _BITS] for k in range(0, max(1, len(present)), _BITS)]
     return tuple([sum(1 << bit for bit, there in enumerate(part) if there) for part in parts])
-
-
-def _header(plan: KernelPlan) -> list[str]:
-    return [*title(plan, "#"), *IMPORTS, "", ""]
 
 
 # --- functions -----------------------------------------------------------------------------------------------------------------

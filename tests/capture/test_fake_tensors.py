@@ -55,7 +55,7 @@ def captured(what, call):
         raise AssertionError(what)
 
 for name, cls in vars(neurons).items():
-    if isinstance(cls, type) and cls is not neurons.Neuron:
+    if isinstance(cls, type) and issubclass(cls, neurons.Neuron) and cls is not neurons.Neuron:
         captured(name, lambda: cls()(*[x] * (1 + (name == "TwoCompartmentLIF"))))
 others = {"custom_surrogate", "poisson_pass"}  # which make another, and take noise
 for name, spike in vars(surrogate).items():

@@ -281,8 +281,8 @@ def test_kernels_that_no_program_uses_are_unloaded(monkeypatch):
     paths = []
     for k in range(4):
         names = {}
-        exec(f"def core(x, v):\n    v = v * 0.{k + 1}2345 + x\n    return v, v", names)
-        flexsn.scan(names["core"], [x], [None])
+        exec(f"def core_{k}(x, v):\n    v = v * 0.12345 + x\n    return v, v", names)  # a kernel of its own, as its text has the name
+        flexsn.scan(names[f"core_{k}"], [x], [None])
         program, _ = list(caching.PROGRAMS.exact.values())[-1]
         paths += [kernel.path.name for kernel in program._kernels.values()]
         del names, program
@@ -391,6 +391,7 @@ def test_threads_that_compile_different_cores_build_each_once(cold):
             v = v * (0.25 + k / 64) + x
             return v * v, v
 
+        core.__name__ = f"core_{k}"  # is part of the text of its kernel
         return core
 
     cores = [core_of(k) for k in range(3)]
