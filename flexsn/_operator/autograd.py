@@ -169,9 +169,9 @@ class _Traced(torch.autograd.Function):
         ctx.present = [t is not None for t in tensors]
         given = [t for t in tensors if t is not None]
         ctx.save_for_backward(*given, *output[shown:])
-        ctx.save_for_forward(*given)
+        ctx.save_for_forward(*given, *output[shown:])  # a batch keeps the dims of one list for both
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*itertools.compress(output, call.constant), *output[shown:])
+        ctx.mark_non_differentiable(*itertools.compress(output, call.constant))
 
     @staticmethod
     @unseen_by_dynamo
@@ -192,7 +192,7 @@ class _Traced(torch.autograd.Function):
         operands = [next(saved) if there else None for there in ctx.present]
         constant = call.constant or [False] * len(call.results)
         moved = [None if c else t for t, c in zip(_along(call, operands, tangents), constant, strict=True)]
-        return *moved, *[None] * len(call.saved)
+        return *moved, *[torch.zeros_like(c) if c.is_floating_point() else None for c in saved]  # checkpoints: a batch takes no None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

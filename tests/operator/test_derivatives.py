@@ -154,6 +154,23 @@ def test_hessians(case, way):
     assert_same(SECOND[way](of_one(fused, operands, k))(operands[k]), want)
 
 
+@pytest.mark.parametrize("way", ["hessian", "reverse over forward", "forward over forward"])
+def test_hessians_over_more_steps_than_a_chunk(way):
+    """The forward saves checkpoints then, which batches of tangents pass by."""
+
+    def core(x, v, p):
+        v = torch.tanh(v * p + x)
+        return v * v, v
+
+    x, p = torch.randn(40, 3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+
+    def loss(backend):
+        return lambda p: sum(y.square().sum() for y in flexsn.scan(core, [x], [None], [p], backend=backend).outputs)
+
+    want = SECOND["reverse over reverse"](loss("torch"))(p)
+    torch.testing.assert_close(SECOND[way](loss("auto"))(p), want, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("case", ["smooth", "strided", "a param for all neurons", "an input for some"])
 def test_batches_of_cotangents(case):
     fused, eager, operands = calls(case)
