@@ -41,7 +41,8 @@ def run_backward(
     and hooks call, which the public function hides from them."""
     from torch.autograd.graph import _engine_run_backward  # 2.11, 2.14
 
-    return _engine_run_backward(tuple(outputs), tuple(cotangents), True, create_graph, tuple(sources), True, accumulate_grad=False)
+    with torch.autograd.set_multithreading_enabled(False):  # a thread of a GPU counts its ops anew: their order would change
+        return _engine_run_backward(tuple(outputs), tuple(cotangents), True, create_graph, tuple(sources), True, accumulate_grad=False)
 
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager:
