@@ -36,7 +36,7 @@ from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._codegen import triton as render_triton
 from flexsn._program.compiled import Program, program_of
-from flexsn._runtime.triton_kernel import Kernel, finish_builds
+from flexsn._runtime.triton_kernel import Kernel, finish_builds, load
 from flexsn.scan import look
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +96,7 @@ def kernel_ms(plan, T: int, N: int, checkpoints: int, pool: dict, rep: int = 60)
     """Median device time of one launch, by events, the cache emptied before each."""
     from triton.testing import do_bench
 
-    call = launch(Kernel(plan, render_triton.render(plan)), arrays(plan, T, N, checkpoints, pool), T, N)
+    call = launch(load(plan, render_triton.render(plan)), arrays(plan, T, N, checkpoints, pool), T, N)
     call()
     return do_bench(call, warmup=10, rep=rep, return_mode="median")
 
