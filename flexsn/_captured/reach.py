@@ -64,6 +64,8 @@ class Reach:
             yield from ((v, fixed) for v in (*values, *(one.__globals__[n] for n in globals_of(one))))
         elif isinstance(one, types.MethodType):
             yield from ((one.__func__, fixed), (one.__self__, fixed))
+        elif isinstance(one, types.BuiltinFunctionType) and isinstance(one.__self__, type):
+            yield one.__self__, fixed  # `apply` of an autograd function, since PyTorch 2.14
         elif isinstance(one, functools.partial):
             yield from ((v, fixed) for v in (one.func, *one.args, *one.keywords.values()))
         elif isinstance(one, (list, tuple)):

@@ -366,9 +366,9 @@ class Walk:
 
     def _builtin(self, path: str, value: Any, own: bool) -> Any:
         owner = getattr(value, "__self__", None)
-        if isinstance(owner, Tensor):
-            return getattr(self._slot(f"{path}.self", (owner,), 0, owner), value.__name__)
-        if owner is None or isinstance(owner, (types.ModuleType, type)) or type(owner).__module__ == "pybind11_builtins":
+        if isinstance(owner, (Tensor, type)):  # a type: `apply` of an autograd function, since PyTorch 2.14
+            return getattr(self._slot(f"{path}.self" if path else "self", (owner,), 0, owner), value.__name__)
+        if owner is None or isinstance(owner, types.ModuleType) or type(owner).__module__ == "pybind11_builtins":
             return self._as_it_is(path, value)
         if (error := refusal_of(path, owner, self._root)) is not None:
             return self._refuse(path, value, error)
