@@ -522,6 +522,7 @@ def test_states_of_integers_get_no_gradient():
 
 
 # --- PyTorch's own checks ------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch's own, in `opcheck` of 2.14
 @pytest.mark.parametrize("states", [True, False])
 @pytest.mark.parametrize("kind", FORWARD)
 def test_opcheck(handle, kind, states):
@@ -530,6 +531,7 @@ def test_opcheck(handle, kind, states):
     assert set(result.values()) == {"SUCCESS"}
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch's own, in `opcheck` of 2.14
 @pytest.mark.parametrize("final", [True, False])
 def test_opcheck_of_the_backward(handle, kernels, final):
     xs, vs = operands()

@@ -213,7 +213,7 @@ def frozen(backend):
 @misuse("forward-mode AD", gives("works"))
 def forward_mode(backend):
     with torch.autograd.forward_ad.dual_level(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch imports its JVP decompositions
+        warnings.filterwarnings("ignore", ".torch.jit.script")  # PyTorch imports its JVP decompositions
         x = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
         y = flexsn.scan(lambda x: x * x, [x], backend=backend).outputs[0]
         return torch.autograd.forward_ad.unpack_dual(y).tangent, 2.0 * X
@@ -287,6 +287,6 @@ def compile_inside(backend):
 @misuse("a TorchScript function as a core", gives("works"), risky=True)
 def script(backend):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".torch.jit.trace")  # PyTorch's own
         core = torch.jit.trace(lambda x, v: (x * 2.0, v + x), (X[0], V))
     return both(backend, core, states=[V])

@@ -17,7 +17,7 @@ import flexsn
 from flexsn import surrogate
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # Norse uses TorchScript
+    warnings.filterwarnings("ignore", ".torch.jit")  # Norse uses TorchScript
     import norse.torch as nf
     from norse.torch.functional.izhikevich import IzhikevichParameters, IzhikevichState, izhikevich_feed_forward_step
     from norse.torch.functional.lif_refrac import LIFRefracFeedForwardState, LIFRefracParameters, lif_refrac_feed_forward_step
