@@ -213,7 +213,7 @@ def test_results_require_grad_where_the_eager_loop_s_do(name):
             assert flags("hop", *call) == want, call
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that Inductor imports
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of a module that Inductor imports
 @pytest.mark.parametrize("how", ["eager", "compiled", "dynamic"])
 @pytest.mark.parametrize("name", ["a gain behind a filter", "a counter"])
 def test_carried_states_without_gradients_belong_to_no_graph(name, how):

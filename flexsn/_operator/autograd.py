@@ -171,7 +171,8 @@ class _Traced(torch.autograd.Function):
         ctx.save_for_backward(*given, *output[shown:])
         ctx.save_for_forward(*given, *output[shown:])  # a batch keeps the dims of one list for both
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*itertools.compress(output, call.constant))
+        ctx.transformed = transforms_active()  # PyTorch's rule for batches marks nothing, and takes no None for a tangent
+        ctx.mark_non_differentiable(*itertools.compress(output, call.constant), *([] if ctx.transformed else output[shown:]))
 
     @staticmethod
     @unseen_by_dynamo
@@ -192,7 +193,7 @@ class _Traced(torch.autograd.Function):
         operands = [next(saved) if there else None for there in ctx.present]
         constant = call.constant or [False] * len(call.results)
         moved = [None if c else t for t, c in zip(_along(call, operands, tangents), constant, strict=True)]
-        return *moved, *[torch.zeros_like(c) if c.is_floating_point() else None for c in saved]  # checkpoints: a batch takes no None
+        return *moved, *[torch.zeros_like(c) if ctx.transformed and c.is_floating_point() else None for c in saved]  # of checkpoints
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

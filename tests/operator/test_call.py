@@ -414,7 +414,7 @@ def test_anomaly_detection(recorded):
         neuron(x).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that Dynamo imports
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of a module that Dynamo imports
 def test_compiled_autograd(recorded):
     neuron, x, y = recorded
     (want,) = torch.autograd.grad(y.sum(), x)

@@ -13,7 +13,7 @@ from flexsn._program.cache import PROGRAMS
 
 f64, c64, c128 = torch.float64, torch.complex64, torch.complex128
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),  # PyTorch's own, in `torch.func` and in Inductor
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),  # PyTorch's own, in `torch.func` and in Inductor
     pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex:UserWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # which Dynamo reads behind a graph break
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),

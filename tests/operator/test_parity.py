@@ -187,7 +187,7 @@ AS_ONE = [  # of [3, 4, 1], [4] and [4, 1]
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that Inductor imports
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of a module that Inductor imports
 @pytest.mark.parametrize("route", ["scan", "torch.func", "compiled", "hop"])
 @pytest.mark.parametrize("one", range(len(AS_ONE)))
 def test_gradients_of_params_share_no_memory(one, route):

@@ -444,7 +444,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of what forward mode imports
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of what forward mode imports
 @pytest.mark.parametrize("core", [fusable, mixing])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_of_what_no_kernel_expresses(transform, core):

@@ -20,7 +20,7 @@ def plain_lif(x, v):
     return lif(x, v, TAU, TH)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of a module that Inductor imports
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")  # of a module that Inductor imports
 
 
 @pytest.fixture(autouse=True)
