@@ -134,8 +134,8 @@ def test_names_of_the_page_of_names_are_there():
 
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")  # PyTorch's own, 2.13
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's own
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own, of its first `jvp`
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # Inductor's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own, of its first `jvp`
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at that of carried states
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # Inductor's own, as it tunes: 2.11
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_compile_snippets_run():
 
 
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")  # PyTorch's own, 2.13
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # Inductor's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # Inductor's own
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # `torch.export.load` of 2.11, of its own buffer
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["without package", "whole"])
 def test_export_snippets_run(whole, tmp_path, monkeypatch):

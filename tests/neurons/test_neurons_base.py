@@ -550,7 +550,7 @@ def test_bounded_neurons_are_neurons():
         torch.testing.assert_close(found[name], p.grad)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # of a module that Inductor imports
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")  # of a module that Inductor imports
 @pytest.mark.slow
 def test_a_compiled_neuron_with_bounds():
     found = []

@@ -80,7 +80,7 @@ def test_profiles_show_a_neuron_by_its_name():
         assert ranges(lambda: flexsn.LIF(backend="torch")(x)) == ["flexsn::lif loop"]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # of a module that Inductor imports
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")  # of a module that Inductor imports
 @pytest.mark.slow
 def test_profiles_of_compiled_calls_show_a_neuron_by_its_name():
     net, x = torch.compile(flexsn.LIF(stateful=False)), torch.rand(4, 1, 16)
