@@ -63,7 +63,7 @@ def test_frames_of_inference():
 
 def ranges(run):
     """What `run` shows of flexsn in a profile: the names of its ranges, in order."""
-    with torch.profiler.profile() as traced:
+    with torch.profiler.profile(acc_events=True) as traced:
         run()
     return [e.name for e in sorted(traced.events(), key=lambda e: e.time_range.start) if e.name.startswith("flexsn::")]
 
