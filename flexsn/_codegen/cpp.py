@@ -130,8 +130,6 @@ def _open(plan: KernelPlan) -> list[str]:
         const = "const " if i < len(plan.reads) else ""
         ctype = const + STORAGE[a.storage]
         lines.append(f"  {ctype}* const {_pointer(a, i < len(plan.reads))} = static_cast<{ctype}*>(arrays[{i}]);")
-    for k, (node, name) in enumerate(numbers(plan).items()):
-        lines.append(f"  const {COMPUTE[node.dtype]} {name} = {COMPUTE[node.dtype]}(numbers[{k}]);")
     lines += [f"  huge_pages({a.role}_seq, T * N * sizeof({STORAGE[a.storage]}));" for a in plan.writes if a.kind == "sequence"]
     lines += [
         "  int failed = 0;",
@@ -139,6 +137,8 @@ def _open(plan: KernelPlan) -> list[str]:
         f"    Scratch scratch(tile * {_scratch_bytes(plan)} + {64 * (2 * len(plan.arguments) + len(plan.carried) + 4)});",
         "    if (!scratch.ok()) return fail(failed);",
     ]
+    for k, (node, name) in enumerate(numbers(plan).items()):  # of each thread: what it stores might else lie where they do
+        lines.append(f"    const {COMPUTE[node.dtype]} {name} = {COMPUTE[node.dtype]}(numbers[{k}]);")
     for name, ctype, count in _scratch_rows(plan):
         lines.append(f"    {ctype}* const {name} = scratch.rows<{ctype}>({count});")
     lines += [

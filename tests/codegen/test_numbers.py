@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import flexsn
+from flexsn._codegen import cpp
 from flexsn._codegen.language import numbers, values
 from flexsn._ir.graph import Builder
-from flexsn._ir.roles import Kind, Role
 from flexsn._plan import plan
 from flexsn._runtime import triton_kernel
 
@@ -61,15 +61,13 @@ def test_any_number_keeps_its_bits_on_both_backends(number, dtype):
     for backend in ("cpp", "triton"):
         got = flexsn.scan(core, [x], [None], backend=backend)
         torch.testing.assert_close(got.outputs[0], want.outputs[0], rtol=1e-6, atol=0, equal_nan=True)  # NumPy's tanh in the interpreter
-        if backend == "cpp" or abs(number) > 2.0**-127:  # the interpreter's NumPy keeps denormals, too, but not through float32 literals
-            assert torch.equal(got.states[0].isnan(), want.states[0].isnan())
-            assert torch.equal(got.states[0].nan_to_num(), want.states[0].nan_to_num())
+        assert torch.equal(got.states[0].isnan(), want.states[0].isnan())
+        assert torch.equal(got.states[0].nan_to_num(), want.states[0].nan_to_num())
 
 
 def test_the_interpreter_shares_functions_and_not_numbers():
     x = torch.randn(4, 6, requires_grad=True)
     before = set(triton_kernel._kernels)
-    found = []
     for scale in (0.3, 0.7, 1.9, 0.3):
 
         def core(x, v, scale=scale):
@@ -78,7 +76,6 @@ def test_the_interpreter_shares_functions_and_not_numbers():
 
         got, want = (torch.autograd.grad(flexsn.scan(core, [x], [None], backend=b).outputs[0].sum(), x)[0] for b in ("triton", "torch"))
         torch.testing.assert_close(got, want)
-        found.append(core)
     new = [k for k in triton_kernel._kernels if k not in before]
     assert len(new) == 4, [k[0][:60] for k in new]  # forward and backward with the first number in their text, and for all others
 
@@ -112,7 +109,7 @@ def test_what_a_formula_has_stays_in_the_text():
     made = plan.plan_forward(graph, storage, chunk=16, checkpoint=False, sequences=False)
     assert values(made) == (2.5, 0.25)
     assert list(numbers(made).values()) == ["k1", "k2"]  # `k0` is a name of the core
-    assert Role(Kind.OUTPUT, 1) in graph.outputs
+    assert "0.125" in cpp.render(made)
 
 
 def test_explain_says_which_numbers_a_call_passes():

@@ -74,7 +74,7 @@ def test_every_op_means_what_it_does_in_eager(dtype):
 
 # --- binaries ---------------------------------------------------------------------------------------------------------------
 BUILDS = """
-import sys, warnings, re
+import dataclasses, sys, warnings, re
 sys.path[:0] = sys.argv[1:]
 warnings.simplefilter("ignore")
 import torch
@@ -104,7 +104,10 @@ b = Builder("tenth")
 x = b.input("x0", torch.float64, "x")
 zero = b.const(0.0, torch.float64)  # on numbers alone
 build(b.graph({"y0": b.op("add", x, b.convert(b.op("ge", zero, zero), torch.float64))}))
-assert "0d3FB999999999999A" in build(b.graph({"y0": b.op("mul", x, b.const(0.1, torch.float64))}))
+tenth = here.made(b.graph({"y0": b.op("mul", x, b.const(0.1, torch.float64))}))
+written = dataclasses.replace(tenth, numbers=False)
+for of, held in ((written, "0d3FB999999999999A"), (tenth, ".param .f64")):  # all of its bits, in the text and as an argument
+    assert held in Kernel(of, render(of)).build(Tile(128, 4, False), GPUTarget("cuda", 90, 32)).asm["ptx"]
 print(built)
 """
 IEEE = """add sub mul div neg abs sign fma sqrt maximum minimum fmax fmin floor ceil trunc round trunc_div copysign mantissa exponent

@@ -61,12 +61,12 @@ extern "C" int run(void* const* arrays, const double* numbers, const int64_t* di
   float* const gv0_last = static_cast<float*>(arrays[8]);
   float* const gp0_last = static_cast<float*>(arrays[9]);
   float* const gp1_last = static_cast<float*>(arrays[10]);
-  const float k0 = float(numbers[0]);
   huge_pages(gx0_seq, T * N * sizeof(float));
   int failed = 0;
   parallel(threads, [=, &failed](int thread, int threads) {
     Scratch scratch(tile * 96 + 1856);
     if (!scratch.ok()) return fail(failed);
+    const float k0 = float(numbers[0]);
     float* const x0_buffer = scratch.rows<float>(tile);
     float* const gy0_buffer = scratch.rows<float>(tile);
     float* const gx0_buffer = scratch.rows<float>(tile);
