@@ -116,9 +116,12 @@ inline void huge_pages(void* data, int64_t bytes) {
 #endif
 }
 
+// What runs once per tile and array is compiled once: inlined for each of many states, it took most of the build.
+#define ONCE __attribute__((noinline)) inline
+
 // A param broadcasts by index: element i of the step is element (i / inner) % count of the param.
 template <class To, class T>
-inline void spread(const T* param, int64_t inner, int64_t count, int64_t begin, int64_t n, To* row) {
+ONCE void spread(const T* param, int64_t inner, int64_t count, int64_t begin, int64_t n, To* row) {
   if (inner == 1 && begin + n <= count) {
     for (int64_t i = 0; i < n; ++i) row[i] = load<To>(param[begin + i]);
     return;
@@ -136,10 +139,10 @@ inline void spread(const T* param, int64_t inner, int64_t count, int64_t begin, 
   for (int64_t i = once; i < n; i *= 2) std::memcpy(row + i, row, (i < n - i ? i : n - i) * sizeof(To));
 }
 // The first row of a state or cotangent: given, or zero.
-template <class To, class T> inline void first_row(const T* given, int64_t begin, int64_t n, To* row) {
+template <class To, class T> ONCE void first_row(const T* given, int64_t begin, int64_t n, To* row) {
   for (int64_t i = 0; i < n; ++i) row[i] = given ? load<To>(given[begin + i]) : To(0);
 }
-template <class To, class T> inline void last_row(const T* row, int64_t begin, int64_t n, To* out) {
+template <class To, class T> ONCE void last_row(const T* row, int64_t begin, int64_t n, To* out) {
   for (int64_t i = 0; i < n; ++i) out[begin + i] = store<To>(row[i]);
 }
 }  // namespace flexsn
