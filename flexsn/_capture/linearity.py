@@ -24,7 +24,7 @@ LINEAR: dict[str, int] = {
     "aten::cat": 9, "aten::cumsum": 1, "aten::constant_pad_nd": 1, "aten::roll": 1, "aten::repeat": 1, "aten::gather": 1,
     "aten::scatter_add": 2, "aten::index_put": 2, "aten::_unsafe_index_put": 2, "aten::index_add": 2,
     "aten::embedding_dense_backward": 1, "aten::index_select": 1, "aten::tril": 1, "aten::triu": 1,
-    "aten::_weight_norm_interface_backward": 1, "aten::diagonal_backward": 1, "aten::scatter": 2,
+    "aten::_weight_norm_interface_backward": 1, "aten::diagonal_backward": 1, "aten::scatter": 2, "aten::stack": 64,
     "aten::complex": 2, "aten::_conj": 1, "aten::_conj_physical": 1, "aten::view_as_real": 1, "aten::view_as_complex": 1,
 }  # fmt: skip
 PRODUCTS = {"aten::mul", "aten::mm", "aten::bmm", "aten::mv", "aten::dot"}
@@ -43,7 +43,7 @@ def addends(name: str, args: tuple) -> Sequence[Any]:
     """Arguments that the result has as terms: a constant among them would be added once, and not at every step."""
     if name in ("aten::add", "aten::sub", "aten::complex"):
         return args[:2]
-    if name == "aten::cat":
+    if name in ("aten::cat", "aten::stack"):
         return (args[:1] or ((),))[0]
     if name == "aten::where":
         return args[1:3]

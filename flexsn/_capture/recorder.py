@@ -26,6 +26,7 @@ from ..errors import (
 from .complex_numbers import PLAIN, Pairs
 from .decompositions import LAID_OUT_IN_PLACE, LAYOUT, decomposition
 from .graph_writer import getitem
+from .inner import MIXES, MOST
 from .linearity import LINEAR, PRODUCTS, addends, is_linear, leaves, most_moving
 from .restrictions import Refusing, op_name
 from .signature import BOOL_HINT, COMPLEX, DTYPES, Signature, dtype_hint
@@ -69,9 +70,10 @@ class Recorder(Refusing, TorchDispatchMode):
                 f"`{op_name(op)}`{numbers} has no rule in the closed op set", core=self.sig.core, line=self.line()
             )
         else:
+            hint = _NEEDS_A_STATE if self.states_behind(nodes) else _NEEDS_NO_STATE
             error = NotElementwiseError(
-                f"`{op_name(op)}` is not elementwise, but its operand depends on time", core=self.sig.core, line=self.line(),
-                hint=_NEEDS_A_STATE if self.states_behind(nodes) else _NEEDS_NO_STATE,
+                f"`{op_name(op)}` {MIXES}", core=self.sig.core, line=self.line(),
+                hint=hint + f" Of sums it takes one over the last dim, of at most {MOST} values." * (op_name(op) in ("sum", "mean")),
             )  # fmt: skip
         if self.in_backward:
             raise error
@@ -105,6 +107,8 @@ class Recorder(Refusing, TorchDispatchMode):
         if name in ("aten::lift_fresh", "aten::lift_fresh_copy") and not isinstance(args[0], FakeTensor):
             node = self.constant(args[0])
             return self.track(node.meta["val"], node)
+        if self.inner is not None and self.inner.takes(func, list(_tensors((args, kwargs)))):
+            return self.inner.run(func, args, kwargs)
         if func._schema.is_mutable:
             return self.in_place(func, args, kwargs)
         nodes = [self.node_of(a) for a in _tensors((args, kwargs))]

@@ -62,6 +62,7 @@ class Refusing(Tape):
         calling: the name of the function of PyTorch that the user's code is calling; empty while PyTorch differentiates.
         shapes_read: shapes of tensors that depend on time, of which the core read a size, in order.
         ranks_read: how many dims such tensors have whose number of dims it read.
+        inner: values with an inner dim, of a core that may have some.
     """
 
     def __init__(self, *args: Any, vjp: bool):
@@ -73,6 +74,7 @@ class Refusing(Tape):
         self.calling = ""
         self.shapes_read: list[tuple[int, ...]] = []
         self.ranks_read: list[int] = []
+        self.inner: Any = None  # an `Inner`
 
     def raise_refusals(self) -> None:
         for error in (self.refused, self.error):
@@ -80,7 +82,7 @@ class Refusing(Tape):
                 raise error
 
     def refuse_read(self, how: str, tensor: Tensor) -> None:
-        node = self.node_of(tensor)
+        node = self.node_of(self.of_neurons(tensor))
         what = "a time-dependent tensor" if node.meta["kind"] == "step" else f"tensor `{node.meta.get('role', node.name)}`"
         if "uniform" in node.meta:
             return
@@ -128,10 +130,15 @@ class Refusing(Tape):
                 hint=_NORM if role.endswith(_STATISTICS) else _NEW_STATE,
             )  # fmt: skip
 
+    def of_neurons(self, tensor: Any) -> Any:
+        """Of a value with an inner dim, its first part; any other as it is."""
+        parts = self.inner.of(tensor) if self.inner is not None else None
+        return tensor if parts is None else parts[0]
+
     def shapes_of(self, tensors: Any) -> Iterator[tuple[int, ...]]:
         """Of a tensor or several, those that depend on time."""
         for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
-            _, node = self.tracked.get(id(tensor), (None, None))
+            _, node = self.tracked.get(id(self.of_neurons(tensor)), (None, None))
             if node is not None and node.meta["kind"] != "static":
                 yield tuple(node.meta["val"].shape)
 

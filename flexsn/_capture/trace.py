@@ -14,6 +14,7 @@ flow on values, writes into operands or captured tensors.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -120,6 +121,14 @@ def _settings_kept(sig: Signature) -> Iterator[None]:
         raise SideEffectError(f"changes {' and '.join(changed)} of PyTorch", core=sig.core, hint="Do that outside the core.")
 
 
+_now = threading.local()
+
+
+def recording() -> VjpRecorder:
+    """What writes down the core that runs on this thread."""
+    return _now.recorder
+
+
 def _let_go(graph: fx.Graph) -> None:
     """The values of a trace forget autograd's graph and what they are views of, which hold the captured tensors of the caller."""
     for node in graph.nodes:
@@ -153,6 +162,7 @@ def trace(
             operands.append(operand)
         if isinstance(core, SelfDifferentiating):
             core.recorder = recorder
+        _now.recorder = recorder
         with recorder, ValueReads(recorder), _settings_kept(sig):
             returned = run_refusing(core, operands, recorder)
         values = check_returns(sig, returned, num_outputs)

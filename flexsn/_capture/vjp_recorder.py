@@ -37,6 +37,8 @@ class VjpRecorder(Recorder):
         with self, ValueReads(self), without_tensor_hooks(wanted):
             found = iter(self.gradients(values, wanted, given, cotangents))
         per_source = [next(found) if t.requires_grad else None for t in sources]
+        if self.inner is not None:  # one part for every value of a param
+            per_source = [None if g is None else self.inner.whole(g) for g in per_source]
         grads = [None if g is None else self.pairs.summed(self.node_of(g)) for g in per_source]
         for source, grad in zip(sources, grads, strict=True):
             if grad is not None:
