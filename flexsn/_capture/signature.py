@@ -215,6 +215,20 @@ def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, 
         ) from None  # fmt: skip
 
 
+def loop_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ShapeMismatchError | None]:
+    """Return the shape of one step of a loop, where some operands may have one dim more than others, an inner one, and the error that
+    these do not broadcast; of others it is raised."""
+    try:
+        return step_shape(sig, shapes), None
+    except ShapeMismatchError as error:
+        most = max(map(len, shapes))
+        try:
+            torch.broadcast_shapes(*[s[-1:] for s in shapes if len(s) == most])
+            return tuple(torch.broadcast_shapes(*[s[:-1] if len(s) == most else s for s in shapes])), error
+        except RuntimeError:
+            raise error from None
+
+
 def state_mismatch(sig: Signature, name: str, before: Any, after: Any, given: bool, line: str | None = None) -> StateMismatchError:
     """Of a state that changes its shape or dtype in a step.
 

@@ -40,8 +40,7 @@ class CapturedValues:
         owned: whether a module holds the core.
         own: by path, how to read the tensors that a module registered in place of those in the core's cells.
         calls, signatures: what `dispatch` knows of calls, by the kinds of their operands; of equal fingerprints the same.
-        wrap: what makes another core of the core on stand-ins, if one is to run in its place (`wrapped`).
-        pairs: by the kinds of operands, what `dispatch` knows of calls with complex numbers.
+        pairs: by the kinds of operands, what `dispatch` knows of calls that run on parts of their operands.
         simple: whether the places that are watched hold no object that may lead back to the core.
     """
 
@@ -60,7 +59,12 @@ class CapturedValues:
         self.calls: dict[Any, Any] = {}
         self.signatures: dict[tuple[int, int, int], Any] = {}
         self.pairs: dict[Any, Any] = {}
-        self.wrap: Any = None
+        self._wraps: tuple[Any, ...] = ()  # of which each takes what the one before it made
+
+    @property
+    def wrap(self) -> Any:
+        """What makes another core of the core on stand-ins, the last if there are several; None if it runs as it is (`wrapped`)."""
+        return self._wraps[-1] if self._wraps else None
 
     def __reduce__(self) -> tuple:
         return CapturedValues, (_nothing,)  # nothing of this process travels
@@ -134,15 +138,17 @@ class CapturedValues:
             raise self.refusal
         walk = Walk(core, make, {path: read() for path, read in self.own.items()})
         run: Any = walk.checked()
-        if self.wrap is not None:
-            run = self.wrap(run)
-        run.unchecked = walk.core if self.wrap is None else self.wrap(walk.core)
+        unchecked = walk.core
+        for wrap in self._wraps:
+            run, unchecked = wrap(run), wrap(unchecked)
+        run.unchecked = unchecked
         return run, walk.made
 
     def wrapped(self, wrap: Callable[[Callable], Callable]) -> CapturedValues:
         """Return the same look, for calls of what `wrap`, which is hashable, makes of the core: it captures what the core does."""
         made = object.__new__(CapturedValues)
-        made.__dict__.update(self.__dict__, fingerprint=(*self.fingerprint, wrap), wrap=wrap, calls={}, signatures={}, pairs={})
+        wraps = (*self._wraps, wrap)
+        made.__dict__.update(self.__dict__, fingerprint=(*self.fingerprint, wrap), _wraps=wraps, calls={}, signatures={}, pairs={})
         return made
 
     def warn_of_frozen(self, core: str) -> None:

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from .._capture.inner import MIXES, MOST
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
 from .._captured.captured_values import CapturedValues
+from .._program.inner import InnerLayout, inner_dims, layout_of
 from .._program.pairs import ComplexStepError, Layout
 from .._runtime import fork
 from .._runtime.backends import check_backend
 from .._torch.autograd import call_modes, profiler_flag, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active
-from ..errors import BackendUnavailableError, CannotFuseError, StaleStateError
+from ..errors import (
+    BackendUnavailableError,
+    CannotFuseError,
+    CoreError,
+    FlexSNError,
+    NotElementwiseError,
+    ShapeMismatchError,
+    StaleStateError,
+)
 from . import call as run
 from . import dtensor as sharding
 from .autograd import record, run_call
-from .eager_loop import eager_loop
+from .eager_loop import eager_loop, first_step
 from .fallback import noting, warn_once
 from .prepare import PLAIN, prepare, refuse_freed
 
@@ -91,7 +102,7 @@ def _run_first(
     """Check a call, choose a backend, run; keep under `key` how."""
     options: dict[str, Any] = {"backend": backend, "sequences": sequences}
     if key is not None and key in seen.pairs:
-        return _in_pairs(core, seen.pairs[key], inputs, states, params, options)
+        return _in_parts(core, seen.pairs[key], inputs, states, params, options)
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
     check_backend(backend, core_name(core))
@@ -110,9 +121,13 @@ def _run_first(
         try:
             try:
                 call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
-            except ComplexStepError as found:
-                paired = seen.wrapped(found.layout)
-                results = _in_pairs(core, paired, inputs, states, params, options)
+            except (ComplexStepError, NotElementwiseError, ShapeMismatchError) as error:
+                if sharding.any_dtensor(tensors) and not isinstance(error, ComplexStepError):
+                    raise
+                given = inputs, states, params
+                paired, results = run_parts(
+                    lambda look: _in_parts(core, look, *given, options), error, core, seen, sig, *given, num_outputs
+                )
                 if key is not None:
                     seen.pairs[key] = paired
                 return results
@@ -136,16 +151,61 @@ def _run_first(
     return finals, state_seqs, outputs
 
 
-def _in_pairs(
+def _in_parts(
     core: Callable, paired: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...],
     options: dict[str, Any],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """Run a call with complex numbers by the kernel of the core on their parts, which `paired` is a look at."""
-    layout: Layout = paired.wrap
+    """Run a call with complex numbers, or an inner dim, by the kernel of the core on their parts, which `paired` is a look at."""
+    layout: Layout | InnerLayout = paired.wrap
     parts = layout.split(inputs, states)
     paired.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
     finals, trail, outputs = run_core(core, paired, *parts, params, strict=True, num_outputs=layout.num_outputs, **options)
     return layout.states(finals), layout.states(trail) if options["sequences"] else [], layout.outputs(outputs)
+
+
+Result = TypeVar("Result")
+
+
+def run_parts(
+    runs: Callable[[CapturedValues], Result], error: FlexSNError, core: Callable, seen: CapturedValues, sig: Signature,
+    inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor], num_outputs: int | None,
+) -> tuple[CapturedValues, Result]:  # fmt: skip
+    """Return a look at the core over the parts of complex numbers, or of values with an inner dim, and what `runs` makes of it.
+
+    Args:
+        error: why no kernel takes the whole.
+
+    Raises:
+        CannotFuseError, ShapeMismatchError: why none takes the parts, or the `error`.
+    """
+    if isinstance(error, ComplexStepError):
+        look = seen.wrapped(error.layout)
+        return look, runs(look)
+    if seen.wrap is not None or (isinstance(error, NotElementwiseError) and MIXES not in error.reason):  # but a backward, or a return
+        raise error
+    given = [tuple(x.shape[1:]) for x in inputs] + [() if v is None else tuple(v.shape) for v in states]
+    misfit, why = isinstance(error, ShapeMismatchError), error
+    apart = misfit or len({len(s) for s in given if s}) > 1
+    found = list(inner_dims(given))
+    if not found and misfit and any(inner_dims(given, math.inf)):
+        raise NotElementwiseError(
+            f"has operands with one dim more than others, of more than {MOST} values", core=sig.core,
+            hint=f"A kernel takes a sum over a last dim of at most {MOST}.",
+        )  # fmt: skip
+    for outer, has in found:
+        try:
+            returned, current = first_step(seen.runnable(core), sig, inputs, states, params, num_outputs)
+        except Exception:  # whatever the core raises: the loop raises it again
+            break
+        shapes = [*[x.shape[1:] for x in inputs], *[v.shape for v in current]]
+        look = seen.wrapped(layout_of(sig, outer, has, shapes, [y.shape for y in returned]))
+        try:
+            return look, runs(look)
+        except CannotFuseError as other:
+            why = other if apart else why  # of operands that all have the same dims, what is wrong with the whole is plainer
+        except CoreError:  # of a core that takes the dim to be elsewhere
+            pass
+    raise why from None
 
 
 def read_by(call: run.Call, tensors: Sequence[Tensor | None], captured: dict[str, Tensor]) -> Sequence[Tensor | None]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._capture.signature import Signature, broadcasts, check_returns, check_values, noting_default_states, state_mismatch, step_shape
+from .._capture.signature import Signature, broadcasts, check_returns, check_values, loop_shape, noting_default_states, state_mismatch
 from .._ir.graph import HALF
 from ..errors import OperandMutationError, ReturnTypeError
 from .call import upcast
@@ -99,8 +99,8 @@ def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Ten
     Returns:
         What the core returned, and the states that it was given.
     """
-    shape = step_shape(sig, [x.shape for x in step])
-    step_shape(sig, [t.shape if t is not None else () for t in (*step, *states)])
+    shape, _ = loop_shape(sig, [x.shape for x in step])
+    _, misfit = loop_shape(sig, [t.shape if t is not None else () for t in (*step, *states)])
     current = [v if v is not None else torch.zeros(shape, dtype=step[0].dtype, device=step[0].device) for v in states]
     first: tuple[list[Tensor], list[Tensor]] | None = None
     for _ in range(4):
@@ -108,6 +108,8 @@ def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Ten
             with noting_default_states(sig, states if first is None else None, step[0].dtype):
                 returned = check_returns(sig, core(*step, *current, *params), num_outputs)
         except RuntimeError:
+            if misfit is not None:
+                raise misfit from None
             if first is not None:  # it took zeros, but not the shape that it returned for them
                 _check_shapes(sig, *first, states)
             raise
@@ -157,10 +159,22 @@ def _meta(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _result_dtypes(core, sig, inputs, states, params) -> list[torch.dtype]:
-    """Return the dtypes of the core's returns on the operands as they are."""
+def first_step(
+    core: Callable, sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor],
+    num_outputs: int | None,
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:  # fmt: skip
+    """Run one step without gradients, on zeros where there is none.
+
+    Returns:
+        What the core returned, and the states that it was given, default ones as it returns them.
+    """
     step = [x[0] if x.shape[0] else x.new_zeros(x.shape[1:]) for x in inputs]
     with torch.no_grad():
-        returned, current = _first_step(core, sig, step, list(states), params, None)
+        returned, current = _first_step(core, sig, step, list(states), params, num_outputs)
     _check_states(sig, current, returned[len(returned) - sig.num_states :])
-    return [t.dtype for t in returned]
+    return returned, current
+
+
+def _result_dtypes(core, sig, inputs, states, params) -> list[torch.dtype]:
+    """Return the dtypes of the core's returns on the operands as they are."""
+    return [t.dtype for t in first_step(core, sig, inputs, states, params, None)[0]]

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._capture.signature import core_name
+from .._capture.signature import core_name, loop_shape
 from .._codegen.language import numbers
 from .._operator.autograd import run_call
 from .._operator.call import Call
-from .._operator.dispatch import read_by
+from .._operator.dispatch import read_by, run_parts
 from .._operator.fallback import unsaid
 from .._operator.prepare import prepare
 from .._plan.plan import KernelPlan
+from .._program.inner import InnerLayout
 from .._program.pairs import ComplexStepError
 from .._runtime import cpp_kernel as launch_cpp
 from .._runtime import triton_kernel as launch_triton
@@ -128,12 +129,15 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
 
 
 def _call_of(subject: Subject) -> tuple[Subject, Call]:
-    """What is explained, and its call; of complex numbers, the core on their parts."""
+    """What is explained, and its call; of complex numbers, or values with an inner dim, the core on their parts."""
+    s = subject
     try:
-        return subject, _call(subject, build=False)
-    except ComplexStepError as found:
-        subject = on_parts(subject, found.layout)
-        return subject, _call(subject, build=False)
+        return s, _call(s, build=False)
+    except (ComplexStepError, NotElementwiseError, ShapeMismatchError) as error:
+        parts = run_parts(
+            lambda look: _call_of(on_parts(s, look)), error, s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.num_outputs
+        )  # fmt: skip
+        return parts[1]
 
 
 def _call(subject: Subject, build: bool = True) -> Call:
@@ -174,7 +178,7 @@ def _outline(subject: Subject, call: Call | None, problem: Problem | None) -> Re
     if problem is not None:
         _mark(source, where, problem.line, "problem")
     shapes = [x.shape[1:] for x in subject.inputs] + [v.shape for v in subject.states if v is not None]
-    step = call.shapes.step if call is not None else tuple(torch.broadcast_shapes(*shapes))
+    step = call.shapes.step if call is not None else loop_shape(subject.sig, shapes)[0]
     device = subject.inputs[0].device
     return Report(
         core=subject.sig.core, where=where, source=source, operands=_operands(subject, call), T=subject.inputs[0].shape[0],
@@ -218,6 +222,8 @@ def _choice(subject: Subject, problem: Problem | None) -> Choice:
         if subject.backend == "auto"
         else f'backend="{subject.backend}" was asked for'
     )
+    if isinstance(subject.seen.wrap, InnerLayout):
+        why += "; values along an inner dim are states, inputs and outputs of their own, and added from the first to the last"
     return Choice(name, why, True, others)
 
 

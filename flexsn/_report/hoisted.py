@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from .._capture.graph_writer import getitem
 from .._program.static_parts import StaticModule
 from .model import Op
 
@@ -15,6 +16,8 @@ _LONGEST_LABEL = 28
 
 def op_of(node: fx.Node, names: Mapping[str, str]) -> Op:
     """An op, its arguments renamed where `names` has another name for them."""
+    if node.target is getitem:
+        return Op(node.name, "{}[{}]".format(*[_argument(a, names) for a in node.args]), node.meta["kind"], node.meta.get("line"))
     given = [_argument(a, names) for a in node.args] + [f"{k}={_argument(v, names)}" for k, v in node.kwargs.items()]
     return Op(node.name, f"{node.target}({', '.join(given)})", node.meta.get("kind", "static"), node.meta.get("line"))
 
@@ -37,6 +40,7 @@ def hoisted_ops(module: StaticModule, sums: Sequence[str]) -> list[Op]:
 def label_of(node: fx.Node) -> str:
     """A static value as an expression, or the name of its op where that is long."""
     text = _expression(node)
+    node = node.all_input_nodes[0] if node.target is getitem else node
     return text if len(text) <= _LONGEST_LABEL else f"{_op_name(node)}(...)"
 
 
@@ -45,6 +49,8 @@ def _expression(value: Any) -> str:
         return str(value)
     if value.op == "placeholder":
         return _user_name(value.meta["role"])
+    if value.target is getitem:
+        return "{}[{}]".format(*map(_expression, value.args))
     return f"{_op_name(value)}({', '.join(map(_expression, value.args))})"
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
 from .._captured.captured_values import CapturedValues, look
-from .._program.pairs import Layout
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN
@@ -80,13 +79,12 @@ def subject_of(
     return made
 
 
-def on_parts(subject: Subject, layout: Layout) -> Subject:
-    """The same with real and imaginary parts in place of complex operands."""
+def on_parts(subject: Subject, look: CapturedValues) -> Subject:
+    """The same of the core on parts of its operands, which `look` is a look at."""
+    layout = look.wrap
     inputs, states = layout.split(subject.inputs, subject.states)
     leaves = tuple([_leaf(x, x.requires_grad) for x in inputs])
-    return dataclasses.replace(
-        subject, sig=layout.signature, seen=subject.seen.wrapped(layout), inputs=leaves, states=states, num_outputs=layout.num_outputs
-    )  # fmt: skip
+    return dataclasses.replace(subject, sig=layout.signature, seen=look, inputs=leaves, states=states, num_outputs=layout.num_outputs)
 
 
 def _of_module(module: FlexSN, example: Sequence[Any], states: Any, params: Sequence[Tensor], backend: str | None) -> Subject:

@@ -1,0 +1,227 @@
+"""Cores that add over a small last dim: their kernels against the eager loop, and what is refused."""
+
+import pytest
+import torch
+from helpers import backends, check, evaluate
+
+import flexsn
+from flexsn import surrogate
+from flexsn._capture.inner import MOST
+from flexsn.errors import FallbackWarning, NotElementwiseError, ShapeMismatchError
+
+DOUBLE = torch.float64
+TAU = 4.0
+
+
+def dendrites(x, d, v, w):
+    d = d + (x.unsqueeze(-1) * w - d) / TAU
+    v = v + (d.sum(-1) - v) / 2.0
+    s = surrogate.atan(v - 1.0)
+    return s, d, v * (1 - s)
+
+
+def means(x, d, v, w):
+    d = d + (x[..., None] * w - d) / TAU
+    v = v + d.mean(-1) - v / 2
+    return surrogate.atan(v - 1), d, v
+
+
+def kept_dim(x, d, v, w):
+    d = d + (x * w - d) / TAU
+    v = v + (d * w).sum(-1, keepdim=True) - v / 2
+    s = surrogate.atan(v - 1)
+    return s, d, v * (1 - s)
+
+
+def fed_back(x, d, v, w):
+    d = d + (x[..., None] * w - d) / TAU + 0.1 * v.unsqueeze(-1)
+    d = d - 0.1 * d.sum(dim=-1, keepdim=True)
+    v = v + (d * w).sum(-1) - v / 2
+    return d * v.unsqueeze(-1), d, v
+
+
+def shares(x, d, v, w):
+    e = (d * 0.1).exp()
+    p = e / e.sum(-1, keepdim=True)
+    d = d + (x.unsqueeze(-1).expand(-1, -1, d.shape[-1]) * torch.sigmoid(w) * p - d) / TAU
+    v = torch.tanh(v + (p * d).sum(-1))
+    return v, d, v
+
+
+def cable(x, d, v, w):
+    """Compartments in a row, each beside its neighbours."""
+    left, right = torch.cat([x.unsqueeze(-1), d[..., :-1]], -1), d.roll(-1, -1)
+    d = d + 0.3 * (left - d) * w + 0.1 * torch.nn.functional.softplus(right - d.flip(-1))
+    first, rest = d.split([1, d.shape[-1] - 1], -1)
+    v = v + d[..., -1] + rest.sum(-1) * first.squeeze(-1) - v / 2
+    return surrogate.atan(v - 1), d, v
+
+
+def one_by_one(x, d, v, w):
+    first, *others = d.unbind(-1)
+    first = first + x - first / 2
+    d = torch.stack([first, *[o * 0.9 + first * 0.1 for o in others]], -1) * w
+    return v + d.sum(-1), d, v * 0.5
+
+
+def counted(x, d, v, w):
+    d = d + (x.unsqueeze(-1) - d) * w
+    s = surrogate.atan(d - 0.5)
+    d = torch.where(s > 0, torch.zeros_like(d), d)
+    return (d > 0).sum(-1), s, d, v * 0.9 + s.sum(-1)
+
+
+def of_params(x, d, v, w):
+    d = 0.5 * d + x.unsqueeze(-1) * w.mean() + w[..., 0].unsqueeze(-1) * w.softmax(-1)
+    return d.sum(-1) * w.sum(-1), d, v * 0.5
+
+
+CORES = [means, fed_back, shares, cable, one_by_one, counted, of_params, kept_dim]
+
+
+def operands(core, n, w=(), T=5, dtype=DOUBLE):
+    one = (1,) if core is kept_dim else ()
+
+    def make(*shape):
+        return (torch.randn(shape, dtype=DOUBLE) * 0.7).to(dtype)
+
+    return [make(T, 3, 2, *one)], [make(3, 2, n), make(3, 2, *one)], [make(*w, n).abs()]
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_cores(core):
+    check(core, *operands(core, 4), exact=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("w", [(), (2,)])
+def test_dtypes(dtype, w):
+    check(dendrites, *operands(dendrites, 3, w, dtype=dtype), exact=False)
+
+
+@pytest.mark.parametrize("n", [1, 2, MOST])
+def test_sizes(n):
+    """Long enough for checkpoints, of which each part has its own."""
+    check(dendrites, *operands(dendrites, n, T=70 if n < MOST else 3), exact=False, sequences=n == 2)
+
+
+def test_adds_from_first_to_last():
+    x, (d, v), w = operands(dendrites, 9, dtype=torch.float32)
+
+    def chain(x, d, v, w):
+        d = d + (x.unsqueeze(-1) * w - d) / TAU
+        total = d[..., 0]
+        for j in range(1, d.shape[-1]):
+            total = total + d[..., j]
+        v = v + (total - v) / 2.0
+        s = surrogate.atan(v - 1.0)
+        return s, d, v * (1 - s)
+
+    for backend in backends():
+        got = evaluate(dendrites, x, (d, v), w, backend=backend)[0]
+        assert all(torch.equal(got[name], want) for name, want in evaluate(chain, x, (d, v), w, backend="torch")[0].items())
+
+
+def test_captured_tensors_and_an_input_with_the_dim():
+    weight, gate = torch.rand(2, 3, dtype=DOUBLE, requires_grad=True), torch.rand(3, dtype=DOUBLE, requires_grad=True)
+
+    def core(x, d):
+        d = d * torch.sigmoid(gate) + x * weight.exp()
+        return (d * gate).mean(-1), d
+
+    x, d = torch.randn(5, 4, 2, 3, dtype=DOUBLE), torch.randn(4, 2, 3, dtype=DOUBLE)
+    check(core, [x], [d], captured={"weight": weight, "gate": gate}, exact=False)
+
+
+def test_second_derivatives():
+    x, states, params = operands(shares, 3, T=3)
+
+    def f(x, d, w):
+        return flexsn.scan(shares, [x], [d, states[1]], [w]).outputs[0]
+
+    given = [t.requires_grad_() for t in (*x, states[0], *params)]
+    assert torch.autograd.gradgradcheck(f, given, fast_mode=True)
+
+
+def test_vmap():
+    x, (d, v), (w,) = operands(means, 3)
+    many = torch.stack([w, 2 * w])
+    found = torch.func.vmap(lambda w: flexsn.scan(means, x, [d, v], [w], strict=True).states[1])(many)
+    for got, own in zip(found, many, strict=True):
+        torch.testing.assert_close(got, flexsn.scan(means, x, [d, v], [own], backend="torch").states[1])
+
+
+def test_a_neuron_carries_states():
+    """From a function of the input, and a default one beside it; another size after `reset`."""
+    weight = torch.rand(3)
+
+    def core(x, d, v):
+        return dendrites(x, d, v, weight)
+
+    made = [
+        flexsn.FlexSN(core, num_states=2, initial_states=lambda x: [x.new_zeros(*x.shape[1:], 3), None], backend=b, step_mode="m")
+        for b in ("auto", "torch")
+    ]
+    made[0].strict = True
+    for shape in ((4, 2), (4, 2), (5, 2)):
+        if shape[0] == 5:
+            for net in made:
+                net.reset()
+        x = torch.randn(6, *shape)
+        got, want = [net(x) for net in made]
+        torch.testing.assert_close(got, want)
+        for a, b in zip(made[0].states, made[1].states, strict=True):
+            torch.testing.assert_close(a, b)
+    assert made[0].states[0].shape == (5, 2, 3)
+
+
+def test_few_programs(counts):
+    """One capture and one pair of kernels serve all batch sizes, and a second call captures nothing."""
+    for batch in (3, 3, 5):
+        x = torch.randn(4, batch, 7, requires_grad=True)
+        flexsn.scan(means, [x], [torch.zeros(batch, 7, 2), torch.zeros(batch, 7)], [torch.rand(2)]).outputs[0].sum().backward()
+    assert counts.builds == 2
+
+
+def softly(x, d):
+    d = d + x.unsqueeze(-1)
+    return d.logsumexp(-1), d
+
+
+def unaligned(x, d):
+    d = d + x.unsqueeze(-1)
+    return d.sum(-1), d * x
+
+
+@pytest.mark.parametrize(
+    ("core", "n", "says"),
+    [
+        (softly, 3, "takes `sum` and `mean`"),
+        (unaligned, 2, r"Give it the dim: `v.unsqueeze\(-1\)`"),
+        (lambda x, d: ((x.unsqueeze(-1) + d).sum(0), d), 3, "`sum` is not elementwise"),
+        (lambda x, d: ((x.unsqueeze(-1) + d).sum(-1), d), MOST + 1, f"sum over a last dim of at most {MOST}"),
+    ],
+)
+def test_refusals(core, n, says):
+    """The eager loop runs what no kernel takes, and says why."""
+    x, d = torch.randn(4, 2, 2), torch.randn(2, 2, n)
+    with pytest.raises(NotElementwiseError, match=says):
+        flexsn.scan(core, [x], [d], strict=True)
+    with pytest.warns(FallbackWarning, match="the eager loop"):
+        flexsn.scan(core, [x], [d])
+
+
+def test_shapes_that_do_not_fit():
+    with pytest.raises(ShapeMismatchError, match="do not broadcast"):
+        flexsn.scan(dendrites, [torch.randn(4, 3, 2)], [torch.zeros(5, 2, 3), torch.zeros(3, 2)], [torch.rand(3)])
+    with pytest.raises(ShapeMismatchError, match="do not broadcast"):  # the core takes `v` as it takes `x`
+        flexsn.scan(lambda x, v: (x + v, x + v), [torch.randn(4, 3, 2)], [torch.zeros(3)])
+
+
+def test_explain():
+    x, states, params = operands(dendrites, 3)
+    report = flexsn.explain(dendrites, *x, states=states, params=params, measure=False)
+    assert report.problem is None and "added from the first to the last" in str(report)
+    assert [o.name for o in report.operands if o.kind == "state"] == ["d_0", "d_1", "d_2", "v"]
+    said = flexsn.explain(softly, *x, states=states[:1], measure=False)
+    assert said.problem is not None and "`sum` and `mean`" in str(said)
