@@ -18,17 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._capture.signature import Signature, core_name, positional_names, step_shape
+from .._capture.signature import Signature, core_name, loop_shape, positional_names, step_shape
 from .._ir.graph import HALF
 from .._operator.dtensor import any_dtensor
 from .._operator.fallback import say_once, warn_once
 from .._operator.library import text_of
+from .._program.inner import inner_dims
 from .._program.pairs import ComplexStepError
 from .._program.symbolic_sizes import exactly
 from .._runtime.backends import check_backend, choose_backend
 from .._torch.availability import COMPILE, TRACES, moved
+from .._torch.tensors import is_symbolic, size_hint
 from .._torch.transforms import transforms_active
-from ..errors import BackendError, BackendUnavailableError, CannotFuseError, CarriedStateError, FlexSNError
+from ..errors import (
+    BackendError,
+    BackendUnavailableError,
+    CannotFuseError,
+    CarriedStateError,
+    FlexSNError,
+    NotElementwiseError,
+    ShapeMismatchError,
+)
 from .body import Body, blueprint_of_body, captured_place
 
 INLINED: dict[str, Callable[..., Any]] = {}  # by the name of a higher-order operator, a call of it in Python, for Dynamo to trace
@@ -131,6 +141,8 @@ def _core_scan_variable(dynamo: Any) -> type:
             if any_dtensor(fakes):
                 raise dynamo.Unsupported("a neuron on DTensors: the call runs uncompiled, between compiled parts")
             kinds = (False, True) if any(t is not None and t.dtype in HALF for t in fakes) else (False,)
+            if misfit := _inner_alone(sig, fakes):
+                return _of_inner(dynamo, tx, args, misfit)
             found = [_speculate(dynamo, tx, core, fakes, sig, self.value, computed=computed) for computed in kinds]
             captured = {proxy.node: proxy for _, own in found for proxy in own}  # what is known of sizes differs from one to the next
             places = {node: place for place, node in enumerate(captured)}
@@ -143,9 +155,9 @@ def _core_scan_variable(dynamo: Any) -> type:
             try:
                 choose_backend(backend, fakes[0].device, sig.core, traced=True)
                 blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
-            except ComplexStepError:
-                return dynamo.VariableTracker.build(tx, PARTS)
             except FlexSNError as error:
+                if _may_run_on_parts(tx, error, backend == "auto" and not strict, sig, fakes):
+                    return dynamo.VariableTracker.build(tx, PARTS)
                 if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
                     warn_once(_without_kernel(tx), error)
                     computed = any(p.node.op != "placeholder" for p in proxies[: counts[0]])
@@ -166,7 +178,37 @@ def _core_scan_variable(dynamo: Any) -> type:
     return CoreScanVariable
 
 
-EAGER, SCAN, PARTS = "the eager loop", "PyTorch's own scan", "a call with complex numbers, uncompiled"
+EAGER, SCAN, PARTS = "the eager loop", "PyTorch's own scan", "a call of a core on parts, uncompiled"
+
+
+def _step_shapes(sig: Signature, fakes: Sequence[Tensor | None]) -> list[tuple[int, ...]]:
+    """Return one-step shapes of inputs and states, symbolic sizes as they are in this trace; `()` of default states."""
+    operands = enumerate(fakes[: sig.num_inputs + sig.num_states])
+    shapes = [() if t is None else tuple(t.shape[int(k < sig.num_inputs) :]) for k, t in operands]
+    return [tuple([size_hint(n) if is_symbolic(n) else n for n in s]) for s in shapes]
+
+
+def _inner_alone(sig: Signature, fakes: Sequence[Tensor | None]) -> ShapeMismatchError | None:
+    """Return why no compiled kernel takes one-step shapes that broadcast but for an inner dim that some of them have; None of others."""
+    try:
+        return loop_shape(sig, _step_shapes(sig, fakes))[1]
+    except ShapeMismatchError:  # which is said where the core is traced
+        return None
+
+
+def _may_run_on_parts(tx: Any, error: FlexSNError, falls_back: bool, sig: Signature, fakes: Sequence[Tensor | None]) -> bool:
+    """Whether a call that no kernel takes as it is may run, between compiled parts, by one for parts of its operands."""
+    inner = isinstance(error, NotElementwiseError) and falls_back and any(inner_dims(_step_shapes(sig, fakes)))
+    return isinstance(error, ComplexStepError) or (inner and _without_kernel(tx) == EAGER)
+
+
+def _of_inner(dynamo: Any, tx: Any, args: Sequence[Any], misfit: ShapeMismatchError) -> Any:
+    """Return what runs a call whose shapes broadcast but for an inner dim: a kernel between compiled parts, or PyTorch's own scan."""
+    *_, backend, strict = map(_constant, args[5:])
+    if backend != "auto" or strict or _without_kernel(tx) == EAGER:
+        return dynamo.VariableTracker.build(tx, PARTS)
+    warn_once(SCAN, misfit)
+    return _loop(dynamo, tx, args[:7])
 
 
 def _without_kernel(tx: Any) -> str:

@@ -225,3 +225,24 @@ def test_explain():
     assert [o.name for o in report.operands if o.kind == "state"] == ["d_0", "d_1", "d_2", "v"]
     said = flexsn.explain(softly, *x, states=states[:1], measure=False)
     assert said.problem is not None and "`sum` and `mean`" in str(said)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*is deprecated", "ignore:flexsn runs PyTorch's own scan")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("core", [dendrites, kept_dim])
+def test_compiled(core, grad):
+    x, states, params = operands(core, 3, dtype=torch.float32)
+    given = [t.requires_grad_(grad) for t in (*x, *states, *params)]
+
+    def f(x, d, v, w):
+        result = flexsn.scan(core, [x * 2], [d, v], [w])
+        return (result.outputs[0] * 3, *result.states)
+
+    found = []
+    for run in (f, torch.compile(f)):
+        with torch.set_grad_enabled(grad):
+            values = run(*given)
+        found.append((*values, *(torch.autograd.grad([y.sum() for y in values], given) if grad else ())))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)
