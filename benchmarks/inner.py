@@ -1,0 +1,130 @@
+"""Training steps of dendrites, whose kernel adds over a small last dim: `python benchmarks/inner.py --json out.json`.
+
+The core has states `[B, H, N]` of N branches and their sum, `d.sum(-1)`. Fused calls and the eager loop over `x.unbind(0)` take turns, so
+that whatever else the machine does meets both; results and gradients are compared first. Also how long the first call takes, with an
+empty cache of kernels: the capture, and the builds of both kernels beside each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import flexsn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from measure import machine
+
+T, BATCH, HIDDEN = 200, 32, 128
+TAU = 4.0
+FIRST = "import sys; sys.argv = ['inner.py']; sys.path.insert(0, {folder!r}); import inner; inner.first({n})"
+
+
+def dendrites(x: Tensor, d: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    d = d + (x.unsqueeze(-1) * w - d) / TAU
+    v = v + (d.sum(-1) - v) / 2.0
+    s = flexsn.surrogate.atan(v - 1.0)
+    return s, d, v * (1 - s)
+
+
+def operands(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, w = torch.randn(T, BATCH, HIDDEN, requires_grad=True), (torch.rand(n) * 4 / n).requires_grad_()
+    return x, torch.zeros(BATCH, HIDDEN, n), torch.zeros(BATCH, HIDDEN), w
+
+
+def fused(x: Tensor, d: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return flexsn.scan(dendrites, (x,), (d, v), (w,), strict=True).outputs[0]
+
+
+def loop(x: Tensor, d: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    spikes = []
+    for step in x.unbind(0):
+        s, d, v = dendrites(step, d, v, w)
+        spikes.append(s)
+    return torch.stack(spikes)
+
+
+def seconds(run, given: tuple[Tensor, Tensor, Tensor, Tensor], cotangent: Tensor) -> tuple[float, float]:
+    """Return wall and CPU seconds of a training step."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    torch.autograd.grad(run(*given), (given[0], given[3]), cotangent)
+    return time.perf_counter() - begin, time.process_time() - cpu
+
+
+def first(n: int) -> None:
+    """Print wall and CPU seconds of a first training step, compilers included."""
+    given = operands(n)
+    torch.autograd.grad(loop(given[0][:1], *given[1:]).sum(), given[3])  # what PyTorch does once
+    before = os.times()
+    wall, _ = seconds(fused, given, torch.ones(T, BATCH, HIDDEN))
+    after = os.times()
+    own, compilers = after.user + after.system - before.user - before.system, after.children_user - before.children_user
+    print(json.dumps({"wall_s": wall, "own_cpu_s": own, "compilers_cpu_s": compilers}))
+
+
+def first_call(n: int) -> dict[str, float]:
+    """Return what `first` prints in a process of its own, with an empty cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        code = FIRST.format(folder=str(Path(__file__).parent), n=n)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"FLEXSN_CACHE_DIR": cache, "FLEXSN_QUIET": "1"}, capture_output=True, check=True
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measured(n: int, repeats: int) -> dict:
+    given = operands(n)
+    cotangent = torch.randn(T, BATCH, HIDDEN)
+    spikes, want = fused(*given), loop(*given)
+    same = (spikes == want).float().mean().item()
+    x, d, v, w = [t.detach().double() for t in given]
+    wide = (x.requires_grad_(), d, v, w.requires_grad_())
+    grads = [torch.autograd.grad(run(*wide), (x, w), cotangent.double()) for run in (fused, loop)]
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-8 * expected.abs().max().item())
+    rows: dict[str, list[tuple[float, float]]] = {"fused": [], "loop": []}
+    for _ in range(repeats):
+        rows["fused"].append(seconds(fused, given, cotangent))
+        rows["loop"].append(seconds(loop, given, cotangent))
+    found: dict = {"n": n, "equal_spikes": same, "first": first_call(n)}
+    for name, times in rows.items():
+        found[name] = {
+            "wall_median_s": statistics.median(t for t, _ in times), "wall_least_s": min(t for t, _ in times),
+            "cpu_median_s": statistics.median(c for _, c in times), "cpu_least_s": min(c for _, c in times),
+        }  # fmt: skip
+    for kind in ("wall_median_s", "wall_least_s", "cpu_least_s"):
+        found[f"loop_over_fused_{kind}"] = found["loop"][kind] / found["fused"][kind]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = {
+        "machine": machine(), "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
+        "date": datetime.date.today().isoformat(), "T": T, "batch": BATCH, "hidden": HIDDEN, "repeats": options.repeats,
+        "load_before": os.getloadavg()[0], "runs": [measured(n, options.repeats) for n in options.sizes],
+    }  # fmt: skip
+    print(json.dumps(found, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
