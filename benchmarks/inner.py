@@ -2,7 +2,8 @@
 
 The core has states `[B, H, N]` of N branches and their sum, `d.sum(-1)`. Fused calls and the eager loop over `x.unbind(0)` take turns, so
 that whatever else the machine does meets both; results and gradients are compared first. Also how long the first call takes, with an
-empty cache of kernels: the capture, and the builds of both kernels beside each other.
+empty cache of kernels: the capture, and the builds of both kernels beside each other. With `--device cuda` on a GPU, whose CPU seconds
+say little.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from measure import machine
 
 T, BATCH, HIDDEN = 200, 32, 128
 TAU = 4.0
-FIRST = "import sys; sys.argv = ['inner.py']; sys.path.insert(0, {folder!r}); import inner; inner.first({n})"
+FIRST = "import sys; sys.argv = ['inner.py']; sys.path.insert(0, {folder!r}); import inner; inner.first({n}, {device!r})"
 
 
 def dendrites(x: Tensor, d: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,10 +40,10 @@ def dendrites(x: Tensor, d: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tenso
     return s, d, v * (1 - s)
 
 
-def operands(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands(n: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    x, w = torch.randn(T, BATCH, HIDDEN, requires_grad=True), (torch.rand(n) * 4 / n).requires_grad_()
-    return x, torch.zeros(BATCH, HIDDEN, n), torch.zeros(BATCH, HIDDEN), w
+    x, w = torch.randn(T, BATCH, HIDDEN).to(device).requires_grad_(), (torch.rand(n) * 4 / n).to(device).requires_grad_()
+    return x, torch.zeros(BATCH, HIDDEN, n, device=device), torch.zeros(BATCH, HIDDEN, device=device), w
 
 
 def fused(x: Tensor, d: Tensor, v: Tensor, w: Tensor) -> Tensor:
@@ -60,34 +61,33 @@ def loop(x: Tensor, d: Tensor, v: Tensor, w: Tensor) -> Tensor:
 def seconds(run, given: tuple[Tensor, Tensor, Tensor, Tensor], cotangent: Tensor) -> tuple[float, float]:
     """Return wall and CPU seconds of a training step."""
     begin, cpu = time.perf_counter(), time.process_time()
-    torch.autograd.grad(run(*given), (given[0], given[3]), cotangent)
+    torch.autograd.grad(run(*given), (given[0], given[3]), cotangent)[1].sum().item()  # waits for a GPU
     return time.perf_counter() - begin, time.process_time() - cpu
 
 
-def first(n: int) -> None:
+def first(n: int, device: str) -> None:
     """Print wall and CPU seconds of a first training step, compilers included."""
-    given = operands(n)
+    given = operands(n, device)
     torch.autograd.grad(loop(given[0][:1], *given[1:]).sum(), given[3])  # what PyTorch does once
     before = os.times()
-    wall, _ = seconds(fused, given, torch.ones(T, BATCH, HIDDEN))
+    wall, _ = seconds(fused, given, torch.ones(T, BATCH, HIDDEN, device=device))
     after = os.times()
     own, compilers = after.user + after.system - before.user - before.system, after.children_user - before.children_user
     print(json.dumps({"wall_s": wall, "own_cpu_s": own, "compilers_cpu_s": compilers}))
 
 
-def first_call(n: int) -> dict[str, float]:
+def first_call(n: int, device: str) -> dict[str, float]:
     """Return what `first` prints in a process of its own, with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
-        code = FIRST.format(folder=str(Path(__file__).parent), n=n)
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | {"FLEXSN_CACHE_DIR": cache, "FLEXSN_QUIET": "1"}, capture_output=True, check=True
-        )
+        code = FIRST.format(folder=str(Path(__file__).parent), n=n, device=device)
+        environment = os.environ | {"FLEXSN_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache, "FLEXSN_QUIET": "1"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measured(n: int, repeats: int) -> dict:
-    given = operands(n)
-    cotangent = torch.randn(T, BATCH, HIDDEN)
+def measured(n: int, repeats: int, device: str) -> dict:
+    given = operands(n, device)
+    cotangent = torch.randn(T, BATCH, HIDDEN).to(device)
     spikes, want = fused(*given), loop(*given)
     same = (spikes == want).float().mean().item()
     x, d, v, w = [t.detach().double() for t in given]
@@ -99,7 +99,7 @@ def measured(n: int, repeats: int) -> dict:
     for _ in range(repeats):
         rows["fused"].append(seconds(fused, given, cotangent))
         rows["loop"].append(seconds(loop, given, cotangent))
-    found: dict = {"n": n, "equal_spikes": same, "first": first_call(n)}
+    found: dict = {"n": n, "equal_spikes": same, "first": first_call(n, device)}
     for name, times in rows.items():
         found[name] = {
             "wall_median_s": statistics.median(t for t, _ in times), "wall_least_s": min(t for t, _ in times),
@@ -114,12 +114,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = {
-        "machine": machine(), "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
+        "machine": machine(), "device": options.device, "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
         "date": datetime.date.today().isoformat(), "T": T, "batch": BATCH, "hidden": HIDDEN, "repeats": options.repeats,
-        "load_before": os.getloadavg()[0], "runs": [measured(n, options.repeats) for n in options.sizes],
+        "load_before": os.getloadavg()[0], "runs": [measured(n, options.repeats, options.device) for n in options.sizes],
     }  # fmt: skip
     print(json.dumps(found, indent=1))
     if options.json:
