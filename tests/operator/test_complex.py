@@ -79,6 +79,7 @@ def test_neurons(core, dtype, backend):
     assert_same(core, [x], [first], params_of(core, dtype), backend)
 
 
+@on_cpu
 def test_shared_state_shape():
     """A state smaller than the step, and complex inputs that are no rows of memory, or conjugates."""
     x = torch.randn(3, 5, N, dtype=c64)

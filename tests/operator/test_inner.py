@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import backends, check, evaluate
+from helpers import backends, check, evaluate, on_cpu
 
 import flexsn
 from flexsn import surrogate
@@ -175,6 +175,7 @@ def test_a_neuron_carries_states():
     assert made[0].states[0].shape == (5, 2, 3)
 
 
+@on_cpu
 def test_few_programs(counts):
     """One capture and one pair of kernels serve all batch sizes, and a second call captures nothing."""
     for batch in (3, 3, 5):
