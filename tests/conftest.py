@@ -1,6 +1,7 @@
 """A private cache of kernels for the whole run, shared by xdist workers, and fixtures that several files use."""
 
 import collections
+import dataclasses
 import os
 import shutil
 import sys
@@ -27,8 +28,10 @@ def pytest_addoption(parser):
 
 
 def spare_the_interpreter():
-    """Triton's interpreter patches its whole language again at every call of a device function: a fifth of the time of such tests."""
+    """Triton's interpreter does much anew at every op, and would take half of the time of these tests: it patches its whole language at
+    every call of a device function, makes a table of dtypes, adds integers once more to see whether they overflow, and spells out types."""
     try:
+        import triton.language.core as language
         from triton.runtime import interpreter
     except ImportError:
         return
@@ -43,7 +46,35 @@ def spare_the_interpreter():
             return patching(function, *args, **kwargs)
         return function.rewrite()(*args, **kwargs)
 
+    numpy_dtypes, of_numpy = {}, interpreter._get_np_dtype
+
+    def numpy_dtype(type):
+        name = type.scalar.name
+        return numpy_dtypes[name] if name in numpy_dtypes else numpy_dtypes.setdefault(name, of_numpy(type.scalar))
+
+    shapes, whole = {}, language.tensor.__init__
+
+    def tensor(self, handle, type):
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in shapes:
+            whole(self, handle, type)
+            shapes[shape] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[shape]
+
+    blocks, block_whole = {}, language.block_type.__init__
+
+    def block_type(self, element, shape):
+        key = element.name, *[getattr(n, "value", n) for n in shape]
+        if key not in blocks:
+            block_whole(self, element, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
     interpreter.InterpretedFunction.__call__ = call
+    interpreter._get_np_dtype = numpy_dtype
+    interpreter.interpreter_builder.options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    language.tensor.__init__, language.block_type.__init__ = tensor, block_type
 
 
 def pytest_configure(config):
