@@ -125,8 +125,18 @@ _now = threading.local()
 
 
 def recording() -> VjpRecorder:
-    """What writes down the core that runs on this thread."""
+    """Return what writes down the core that runs on this thread."""
     return _now.recorder
+
+
+@contextlib.contextmanager
+def _recorded_by(recorder: VjpRecorder) -> Iterator[None]:
+    before = getattr(_now, "recorder", None)
+    _now.recorder = recorder
+    try:
+        yield
+    finally:
+        _now.recorder = before
 
 
 def _let_go(graph: fx.Graph) -> None:
@@ -162,8 +172,7 @@ def trace(
             operands.append(operand)
         if isinstance(core, SelfDifferentiating):
             core.recorder = recorder
-        _now.recorder = recorder
-        with recorder, ValueReads(recorder), _settings_kept(sig):
+        with _recorded_by(recorder), recorder, ValueReads(recorder), _settings_kept(sig):
             returned = run_refusing(core, operands, recorder)
         values = check_returns(sig, returned, num_outputs)
         check_values(sig, values, device)
