@@ -14,7 +14,7 @@ from .._capture.inner import MIXES, MOST
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
 from .._captured.captured_values import CapturedValues
 from .._program.inner import InnerLayout, inner_dims, layout_of
-from .._program.pairs import ComplexStepError, Layout
+from .._program.pairs import ComplexLayout, ComplexStepError
 from .._runtime import fork
 from .._runtime.backends import check_backend
 from .._torch.autograd import call_modes, profiler_flag, unwrap_if_dead
@@ -156,7 +156,7 @@ def _in_parts(
     options: dict[str, Any],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Run a call with complex numbers, or an inner dim, by the kernel of the core on their parts, which `paired` is a look at."""
-    layout: Layout | InnerLayout = paired.wrap
+    layout: ComplexLayout | InnerLayout = paired.wrap
     parts = layout.split(inputs, states)
     paired.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
     finals, trail, outputs = run_core(core, paired, *parts, params, strict=True, num_outputs=layout.num_outputs, **options)

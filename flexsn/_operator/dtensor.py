@@ -45,7 +45,7 @@ def any_dtensor(tensors: Tensors) -> bool:
 
 # --- which step dim lies on which dim of the mesh -----------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """For every dim of the mesh: the sharded dim of the step shape, counted from the last (-1), or None for replicas."""
 
     mesh: DeviceMesh
@@ -58,7 +58,7 @@ class Layout:
         return [Replicate() if d is None or len(shape) + d < 0 or shape[d] != step[d] else Shard(len(shape) + d) for d in self.dims]
 
 
-def layout_of(operands: Sequence[tuple[DTensor, int]], step: Sequence[int]) -> Layout:
+def layout_of(operands: Sequence[tuple[DTensor, int]], step: Sequence[int]) -> ShardLayout:
     """Return where a call runs: every dim of the mesh as the first operand that is sharded along it.
 
     Args:
@@ -73,7 +73,7 @@ def layout_of(operands: Sequence[tuple[DTensor, int]], step: Sequence[int]) -> L
                 d = dim - tensor.dim()
                 if dim >= leading and tensor.shape[d] == step[d] != 1:
                     dims[i] = d
-    return Layout(mesh, tuple(dims))
+    return ShardLayout(mesh, tuple(dims))
 
 
 # --- before a call: operands that the rules can take --------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class _InOwnLayout(torch.autograd.Function):
 
 
 # --- the rules of the operators -----------------------------------------------------------------------------------------------------
-def _local(tensor: Tensor | None, layout: Layout, step: Sequence[int]) -> Tensor | None:
+def _local(tensor: Tensor | None, layout: ShardLayout, step: Sequence[int]) -> Tensor | None:
     """Return the part of an operand that this rank's kernel reads."""
     if tensor is None or not is_dtensor(tensor):
         return tensor
@@ -199,7 +199,7 @@ def _local(tensor: Tensor | None, layout: Layout, step: Sequence[int]) -> Tensor
     return cut.redistribute(placements=layout.placements(tensor.shape, step)).to_local()
 
 
-def _local_step(layout: Layout, step: Sequence[int], operands: Sequence[tuple[Tensor, int]], locals_: Tensors) -> list[int]:
+def _local_step(layout: ShardLayout, step: Sequence[int], operands: Sequence[tuple[Tensor, int]], locals_: Tensors) -> list[int]:
     """Return the step shape of this rank's part; where it is not sharded, as it is."""
     sizes = list(step)
     for d in {d for d in layout.dims if d is not None}:
@@ -211,7 +211,7 @@ def _local_step(layout: Layout, step: Sequence[int], operands: Sequence[tuple[Te
     return sizes
 
 
-def _whole(part: Tensor, layout: Layout, step: Sequence[int]) -> Tensor:
+def _whole(part: Tensor, layout: ShardLayout, step: Sequence[int]) -> Tensor:
     """Return a result, which has the step shape in its last dims, from this rank's part."""
     from torch.distributed.tensor import DTensor
 

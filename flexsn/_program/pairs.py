@@ -17,7 +17,7 @@ from ..errors import UnsupportedValueError
 
 
 @dataclass(frozen=True)
-class Layout:
+class ComplexLayout:
     """Which values of a core are complex; called with the core, it gives the one on real parts.
 
     Attributes:
@@ -92,7 +92,7 @@ def _joined(values: Sequence[Tensor], kinds: Iterable[bool]) -> list[Tensor]:
 class ComplexStepError(UnsupportedValueError):
     """A call takes or returns complex numbers: its kernel is that of another core, which `layout` makes."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: ComplexLayout):
         super().__init__("takes or returns complex numbers, and kernels take real ones", core=layout.sig.core)
         self.layout = layout
 
@@ -102,7 +102,7 @@ class ComplexStepError(UnsupportedValueError):
 
 def refuse_complex(sig: Signature, operands: Sequence[Meta], returns: Sequence[Meta]) -> None:
     """Raise `ComplexStepError` where inputs, states (settled) or returns are complex."""
-    layout = Layout(
+    layout = ComplexLayout(
         sig, tuple([m.dtype.to_real() if m.dtype.is_complex else None for m in operands[: sig.num_inputs + sig.num_states]]),
         tuple([m.dtype.is_complex for m in returns]),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -28,24 +28,24 @@ _numbers = itertools.count(1)
 class FlexSNKernelHandle:
     """The kernels under one handle, each possibly None, and how many references own and use them."""
 
-    inference_kernel: StepKernel | None
-    inference_info: FlexSNInfo | None
-    inference_final_state_kernel: StepKernel | None
-    inference_final_state_info: FlexSNInfo | None
-    forward_kernel: StepKernel | None
-    backward_kernel: StepKernel | None
-    training_info: FlexSNInfo | None
+    inference_kernel: StepKernel | None = None
+    inference_info: FlexSNInfo | None = None
+    inference_final_state_kernel: StepKernel | None = None
+    inference_final_state_info: FlexSNInfo | None = None
+    forward_kernel: StepKernel | None = None
+    backward_kernel: StepKernel | None = None
+    training_info: FlexSNInfo | None = None
     owner_refs: int = 1
     active_refs: int = 0
 
 
-def register_flexsn_kernel_handle(
-    *, inference_kernel: StepKernel | None = None, inference_info: FlexSNInfo | None = None,
-    inference_final_state_kernel: StepKernel | None = None, inference_final_state_info: FlexSNInfo | None = None,
-    forward_kernel: StepKernel | None = None, backward_kernel: StepKernel | None = None, training_info: FlexSNInfo | None = None,
-) -> int:  # fmt: skip
-    """Return a new handle, owned once: numbers count from 1 and are never used again."""
-    entry = FlexSNKernelHandle(**locals())  # the seven arguments
+def register_flexsn_kernel_handle(**kernels: Any) -> int:
+    """Return a new handle, owned once: numbers count from 1 and are never used again.
+
+    Args:
+        kernels: those that there are, under the names of `FlexSNKernelHandle`'s fields.
+    """
+    entry = FlexSNKernelHandle(**kernels)
     with _lock:
         handle = next(_numbers)
         _entries[handle] = entry
@@ -125,8 +125,7 @@ def _count(handle: Any, kind: str, by: int) -> None:
 
 def _close(entry: FlexSNKernelHandle) -> None:
     """Close every kernel once, also where one of them raises."""
-    values = [getattr(entry, f.name) for f in fields(entry)]
     with contextlib.ExitStack() as closing:
-        for kernel in {id(v): v for v in values}.values():
+        for kernel in {id(v): v for v in vars(entry).values()}.values():
             if callable(getattr(kernel, "close", None)):
                 closing.callback(kernel.close)

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """Dtypes and shapes of a step as it was traced: of its arguments, and of the kernel's returns."""
 
     args: tuple[Meta, ...]
@@ -79,7 +79,7 @@ class FlexSNInfo(_Fields):
         layout: dtypes and shapes as traced, beside the fields; None for an info made by hand: kernels then go by their operands.
     """
 
-    layout: Layout | None = None
+    layout: StepLayout | None = None
 
     @property
     def num_returns(self) -> int:
@@ -216,12 +216,10 @@ def extract_info(fwd_graph: fx.Graph, num_inputs: int = 1, num_states: int = 0, 
         kept += [] if node in kept else [node]
     kernel_returns = [r for r in recipients if r != "_"]
     mapping = [kept.index(n) for n in returned[num_outputs + num_states :]]
-    core_args, core_returns = [n.name for n in args], [n.name for n in returned]
-    info = FlexSNInfo(
-        num_inputs, num_outputs, num_states, core_args, core_returns, recipients, kernel_returns, len(kernel_returns), mapping
-    )
+    names = [n.name for n in args], [n.name for n in returned]
+    info = FlexSNInfo(num_inputs, num_outputs, num_states, *names, recipients, kernel_returns, len(kernel_returns), mapping)
     if all(isinstance(n.meta.get("val"), Tensor) for n in (*args, *kept)):
-        info.layout = Layout(tuple(map(meta_of, args)), tuple(map(meta_of, kept)))
+        info.layout = StepLayout(tuple(map(meta_of, args)), tuple(map(meta_of, kept)))
     return info
 
 

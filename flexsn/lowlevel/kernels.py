@@ -20,7 +20,7 @@ from .._plan import plan
 from .._runtime.backends import BACKENDS, Backend, backend_of
 from ..errors import BackendError, GraphCaptureError, OperandCountError, OperandTypeError, StateMismatchError, UnsupportedDtypeError
 from .graphs import generate_forward_and_backward_graph, generate_inference_graph
-from .info import FlexSNInfo, Layout, extract_info
+from .info import FlexSNInfo, StepLayout, extract_info
 from .source import ClosedStep, compile_triton_code_str, complete, example_device
 from .written import FUNCTION, WrittenStep
 
@@ -220,7 +220,8 @@ def build_training_kernels(
     num_saved = sum(n.name[:5] != "grad_" for n in backward.find_nodes(op="placeholder"))
     info = _info(name, forward, num_inputs, num_states, num_outputs, returns + num_saved)
     assert info.layout is not None and settled.layout is not None
-    info.layout = Layout(settled.layout.args, (*settled.layout.returns, *info.layout.returns[returns:]))  # the shapes that inference gives
+    given = settled.layout.returns  # the shapes that inference gives
+    info.layout = StepLayout(settled.layout.args, (*given, *info.layout.returns[returns:]))
     return GraphKernel("forward", name, info, forward), GraphKernel("backward", name, info, backward), info
 
 
@@ -257,7 +258,7 @@ def _settled(core_fn, num_inputs: int, num_states: int, num_outputs: int, given:
         except RuntimeError:
             raise StateMismatchError(f"states come back as {[list(m.shape) for m in returned]}, for other sizes", core=name) from None
         if shapes == [v.shape for v in examples[num_inputs:]]:
-            info.layout = Layout(args, info.layout.returns)
+            info.layout = StepLayout(args, info.layout.returns)
             return graph, info, examples
         examples[num_inputs:] = [v.expand(shape) for v, shape in zip(examples[num_inputs:], shapes, strict=True)]
 

@@ -202,8 +202,8 @@ def backward(
     for role, g in cotangents.items():  # a result that is smaller than a step was one value of many equal ones
         leading, k = int(role not in ends), role.number + info.num_outputs * (role.kind is not Kind.OUTPUT_GRAD)
         arrays[role] = widen(rows(g, info.return_shape(k, step), leading), step, leading, None)
-    device = next(iter(cotangents.values())).device
-    written = _launch(f, arrays, T, step, device, tuple(sorted([role for role in cotangents if role not in ends])))
+    present = tuple(sorted([role for role in cotangents if role not in ends]))
+    written = _launch(f, arrays, T, step, next(iter(cotangents.values())).device, present)
     return [_gradient(written.get(role), like, leading) for role, like, leading in likes]
 
 

@@ -56,8 +56,7 @@ class WrittenStep(Graph):
         for role, result in self._roles.carried.items():
             if role in self.outputs:
                 dtype = self.outputs[role].dtype
-                lines.append(f"{role}_next = {result}.to({_in_memory(dtype)})")
-                lines[-1] += f".to({COMPUTE[dtype]})" if dtype in HALF else ""
+                lines.append(f"{role}_next = {result}.to({_in_memory(dtype)})" + f".to({COMPUTE[dtype]})" * (dtype in HALF))
         return lines
 
 
