@@ -40,7 +40,8 @@ class CapturedValues:
         owned: whether a module holds the core.
         own: by path, how to read the tensors that a module registered in place of those in the core's cells.
         calls, signatures: what `dispatch` knows of calls, by the kinds of their operands; of equal fingerprints the same.
-        pairs: by the kinds of operands, what `dispatch` knows of calls that run on parts of their operands.
+        over_parts: by the kinds of operands, what `dispatch` knows of calls on parts of their operands: a look at the core over
+            them, or why none runs.
         simple: whether the places that are watched hold no object that may lead back to the core.
     """
 
@@ -58,7 +59,7 @@ class CapturedValues:
         self.owned = False
         self.calls: dict[Any, Any] = {}
         self.signatures: dict[tuple[int, int, int], Any] = {}
-        self.pairs: dict[Any, Any] = {}
+        self.over_parts: dict[Any, Any] = {}
         self._wraps: tuple[Any, ...] = ()  # of which each takes what the one before it made
 
     @property
@@ -148,7 +149,7 @@ class CapturedValues:
         """Return the same look, for calls of what `wrap`, which is hashable, makes of the core: it captures what the core does."""
         made = object.__new__(CapturedValues)
         wraps = (*self._wraps, wrap)
-        made.__dict__.update(self.__dict__, fingerprint=(*self.fingerprint, wrap), _wraps=wraps, calls={}, signatures={}, pairs={})
+        made.__dict__.update(self.__dict__, fingerprint=(*self.fingerprint, wrap), _wraps=wraps, calls={}, signatures={}, over_parts={})
         return made
 
     def warn_of_frozen(self, core: str) -> None:

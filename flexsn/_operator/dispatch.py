@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,8 +14,9 @@ from torch import Tensor
 from .._capture.inner import MIXES, MOST
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
 from .._captured.captured_values import CapturedValues
-from .._program.inner import InnerLayout, inner_dims, layout_of
-from .._program.pairs import ComplexLayout, ComplexStepError
+from .._program.inner import inner_dims, layout_of
+from .._program.pairs import ComplexStepError
+from .._program.parts import PartsLayout
 from .._runtime import fork
 from .._runtime.backends import check_backend
 from .._torch.autograd import call_modes, profiler_flag, unwrap_if_dead
@@ -101,8 +103,9 @@ def _run_first(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Check a call, choose a backend, run; keep under `key` how."""
     options: dict[str, Any] = {"backend": backend, "sequences": sequences}
-    if key is not None and key in seen.pairs:
-        return _in_parts(core, seen.pairs[key], inputs, states, params, options)
+    known = seen.over_parts.get(key)
+    if isinstance(known, CapturedValues):
+        return _run_over_parts(core, known, inputs, states, params, options)
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
     check_backend(backend, core_name(core))
@@ -119,17 +122,22 @@ def _run_first(
     why: Exception | None = None  # the eager loop runs, if another backend could be taken
     if backend != "torch":
         try:
+            if known is not None:
+                raise copy.copy(known)
             try:
                 call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
             except (ComplexStepError, NotElementwiseError, ShapeMismatchError) as error:
                 if sharding.any_dtensor(tensors) and not isinstance(error, ComplexStepError):
                     raise
                 given = inputs, states, params
-                paired, results = run_parts(
-                    lambda look: _in_parts(core, look, *given, options), error, core, seen, sig, *given, num_outputs
-                )
-                if key is not None:
-                    seen.pairs[key] = paired
+                try:
+                    look, results = run_parts(
+                        lambda look: _run_over_parts(core, look, *given, options), error, core, seen, sig, *given, num_outputs
+                    )
+                except CannotFuseError as other:
+                    _keep(seen.over_parts, key, copy.copy(other))  # which holds no frames, as `other` does
+                    raise
+                _keep(seen.over_parts, key, look)
                 return results
             results = run_call(call, read_by(call, tensors, captured))
         except (CannotFuseError, BackendUnavailableError) as error:
@@ -138,10 +146,8 @@ def _run_first(
             warn_once("the eager loop", error)
             why = error
         else:
-            if key is not None and type(call) is run.Call:
-                if len(seen.calls) >= _MOST_CALLS:
-                    seen.calls.clear()
-                seen.calls[key] = call
+            if type(call) is run.Call:
+                _keep(seen.calls, key, call)
             return results
     inputs, states, params = sharding.settled_groups(inputs, states, params)
     around = sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext()
@@ -151,15 +157,15 @@ def _run_first(
     return finals, state_seqs, outputs
 
 
-def _in_parts(
-    core: Callable, paired: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...],
+def _run_over_parts(
+    core: Callable, look: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...],
     options: dict[str, Any],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
-    """Run a call with complex numbers, or an inner dim, by the kernel of the core on their parts, which `paired` is a look at."""
-    layout: ComplexLayout | InnerLayout = paired.wrap
+    """Run a call with complex numbers, or an inner dim, by the kernel of the core on their parts, which `look` is a look at."""
+    layout: PartsLayout = look.wrap
     parts = layout.split(inputs, states)
-    paired.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
-    finals, trail, outputs = run_core(core, paired, *parts, params, strict=True, num_outputs=layout.num_outputs, **options)
+    look.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
+    finals, trail, outputs = run_core(core, look, *parts, params, strict=True, num_outputs=layout.num_outputs, **options)
     return layout.states(finals), layout.states(trail) if options["sequences"] else [], layout.outputs(outputs)
 
 
@@ -229,6 +235,14 @@ def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Ten
 
 
 _MOST_CALLS = 256
+
+
+def _keep(known: dict, key: tuple | None, value: Any) -> None:
+    """Keep what is known of a kind of calls; None is none that comes again."""
+    if key is not None:
+        if len(known) >= _MOST_CALLS:
+            known.clear()
+        known[key] = value
 
 
 def _tied(captured: dict[str, Tensor]) -> tuple[int, ...]:

@@ -12,9 +12,7 @@ eager loop on two CPU cores, 48.8 and 21.6 times less on an H100 (`python benchm
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,77 +21,33 @@ from .._capture.inner import MOST, Inner
 from .._capture.signature import Signature
 from .._capture.trace import recording
 from ..errors import UnsupportedOpError
+from .parts import PartsLayout
 
 
-@dataclass(frozen=True)
-class InnerLayout:
-    """Which values of a core have an inner dim; called with the core, it gives the one over parts.
+class InnerLayout(PartsLayout):
+    """Which values of a core have an inner dim, and how many parts they have."""
 
-    Attributes:
-        sig: of the core.
-        operands: of inputs and states, how many parts each has; 0 for one without the dim.
-        returns: of outputs and states likewise.
-    """
+    def endings(self, kind: int) -> Sequence[str]:
+        return [f"_{j}" for j in range(kind)]
 
-    sig: Signature
-    operands: tuple[int, ...]
-    returns: tuple[int, ...]
+    def apart(self, tensor: Tensor, kind: int) -> Sequence[Tensor]:
+        return tensor.expand(*tensor.shape[:-1], kind).movedim(-1, 0).contiguous().unbind(0)
 
-    @property
-    def num_outputs(self) -> int:
-        """How many outputs the core over parts has."""
-        return sum(n or 1 for n in self.returns[: len(self.returns) - self.sig.num_states])
-
-    @property
-    def signature(self) -> Signature:
-        """The signature of the core over parts."""
-        sig = self.sig
-        groups = [[f"{n}_{j}" for j in range(size)] if size else [n] for n, size in zip(sig.names, self.operands, strict=False)]
-        inputs, states = [[*itertools.chain(*g)] for g in (groups[: sig.num_inputs], groups[sig.num_inputs :])]
-        return Signature(sig.core, len(inputs), len(states), sig.num_params, (*inputs, *states, *sig.param_names))
-
-    def split(
-        self, inputs: Sequence[Tensor], states: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:  # fmt: skip
-        """Return the parts of inputs and states, each in memory of its own."""
-        groups = [_apart(t, n) for t, n in zip((*inputs, *states), self.operands, strict=True)]
-        first, last = groups[: len(inputs)], groups[len(inputs) :]
-        return tuple(itertools.chain(*first)), tuple(itertools.chain(*last))  # type: ignore[arg-type]  # inputs are there
-
-    def outputs(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of their parts."""
-        return _joined(parts, self.returns[: len(self.returns) - self.sig.num_states])
-
-    def states(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return states, or their sequences, of their parts."""
-        return _joined(parts, self.returns[len(self.returns) - self.sig.num_states :])
+    def joined(self, parts: Sequence[Tensor], kind: int) -> Tensor:
+        return torch.stack(list(parts), -1)
 
     def __call__(self, core: Callable) -> Callable[..., tuple[Tensor, ...]]:
         def over_parts(*parts: Tensor) -> tuple[Tensor, ...]:
             recorder = recording()
             recorder.inner = recorder.inner or Inner(recorder)
-            given = iter(parts)
-            whole = [torch.stack(list(itertools.islice(given, n)), -1) if n else next(given) for n in self.operands]
-            returned = core(*whole, *given)
+            count = len(parts) - self.sig.num_params
+            returned = core(*self.join(parts[:count], self.operands), *parts[count:])
             values = (returned,) if isinstance(returned, Tensor) else tuple(returned)
             if len(values) != len(self.returns):
                 raise UnsupportedOpError("returns another number of values than at first", core=self.sig.core)
             return tuple(p for v, n in zip(values, self.returns, strict=True) for p in (v.unbind(-1) if n else (v,)))
 
         return over_parts
-
-
-def _apart(tensor: Tensor | None, size: int) -> tuple[Tensor | None, ...]:
-    if tensor is None or not size:
-        return (tensor,) * (size or 1)
-    tensor = tensor if tensor.shape[-1] == size else tensor.expand(*tensor.shape[:-1], size)
-    return tensor.movedim(-1, 0).contiguous().unbind(0)
-
-
-def _joined(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    given = iter(parts)
-    groups = [list(itertools.islice(given, n or 1)) for n in sizes]
-    return [torch.stack(group, -1) if n else group[0] for group, n in zip(groups, sizes, strict=True)]
 
 
 def inner_dims(shapes: Sequence[tuple[int, ...]], most: float = MOST) -> Iterator[tuple[int, list[bool]]]:

@@ -5,8 +5,7 @@ What inside the core is complex, and params and captured tensors that are, `_cap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,79 +13,30 @@ from torch import Tensor
 from .._capture.signature import Signature
 from .._capture.trace import Meta
 from ..errors import UnsupportedValueError
+from .parts import PartsLayout
 
 
-@dataclass(frozen=True)
-class ComplexLayout:
-    """Which values of a core are complex; called with the core, it gives the one on real parts.
+class ComplexLayout(PartsLayout):
+    """Which values of a core are complex: of operands the real dtype of their parts, of returns whether they are."""
 
-    Attributes:
-        sig: of the core.
-        operands: of inputs and states, the real dtype of the parts of those that are complex.
-        returns: of outputs and states, whether they are.
-    """
+    def endings(self, kind: torch.dtype | bool) -> Sequence[str]:
+        return "_real", "_imag"
 
-    sig: Signature
-    operands: tuple[torch.dtype | None, ...]
-    returns: tuple[bool, ...]
+    def apart(self, tensor: Tensor, kind: torch.dtype | bool) -> list[Tensor]:
+        return [part.contiguous() for part in torch.view_as_real(tensor.resolve_conj()).unbind(-1)]
 
-    @property
-    def num_outputs(self) -> int:
-        """How many outputs the core on real parts has."""
-        outputs = self.returns[: len(self.returns) - self.sig.num_states]
-        return len(outputs) + sum(outputs)
-
-    @property
-    def signature(self) -> Signature:
-        """The signature of the core on real parts."""
-        sig, names = self.sig, list[str]()
-        for name, dtype in zip(sig.names, self.operands, strict=False):
-            names += [name] if dtype is None else [f"{name}_real", f"{name}_imag"]
-        inputs, states = (sum(2 if d else 1 for d in kinds) for kinds in self._groups())
-        return Signature(sig.core, inputs, states, sig.num_params, (*names, *sig.param_names))
-
-    def _groups(self) -> tuple[tuple[torch.dtype | None, ...], tuple[torch.dtype | None, ...]]:
-        return self.operands[: self.sig.num_inputs], self.operands[self.sig.num_inputs :]
-
-    def split(
-        self, inputs: Sequence[Tensor], states: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:  # fmt: skip
-        """Return the parts of inputs and states, each in memory of its own: a copy of what is complex."""
-        found = [tuple(_parts(values, kinds)) for values, kinds in zip((inputs, states), self._groups(), strict=True)]
-        return found[0], found[1]  # type: ignore[return-value]  # inputs are there
-
-    def outputs(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of their parts."""
-        return _joined(parts, self.returns[: len(self.returns) - self.sig.num_states])
-
-    def states(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return states, or their sequences, of their parts."""
-        return _joined(parts, self.returns[len(self.returns) - self.sig.num_states :])
+    def joined(self, parts: Sequence[Tensor], kind: torch.dtype | bool) -> Tensor:
+        re, im = (p.to(kind) for p in parts) if isinstance(kind, torch.dtype) else parts
+        return torch.complex(re, im)
 
     def __call__(self, core: Callable) -> Callable[..., tuple[Tensor, ...]]:
         def on_parts(*operands: Tensor) -> tuple[Tensor, ...]:
-            given, whole = iter(operands), list[Tensor]()
-            for dtype in self.operands:
-                part = next(given)
-                whole.append(part if dtype is None else torch.complex(part.to(dtype), next(given).to(dtype)))
-            returned = core(*whole, *given)
+            count = len(operands) - self.sig.num_params
+            returned = core(*self.join(operands[:count], self.operands), *operands[count:])
             returned = (returned,) if isinstance(returned, Tensor) else returned
             return tuple([part for y in returned for part in ((y.real, y.imag) if y.is_complex() else (y,))])
 
         return on_parts
-
-
-def _parts(values: Iterable[Tensor | None], kinds: Iterable[torch.dtype | None]) -> Iterator[Tensor | None]:
-    for value, kind in zip(values, kinds, strict=True):
-        if kind is None or value is None:
-            yield from (value,) * (1 if kind is None else 2)
-        else:
-            yield from [part.contiguous() for part in torch.view_as_real(value.resolve_conj()).unbind(-1)]
-
-
-def _joined(values: Sequence[Tensor], kinds: Iterable[bool]) -> list[Tensor]:
-    given = iter(values)
-    return [torch.complex(next(given), next(given)) if kind else next(given) for kind in kinds]
 
 
 class ComplexStepError(UnsupportedValueError):

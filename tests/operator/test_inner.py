@@ -212,6 +212,28 @@ def test_refusals(core, n, says):
         flexsn.scan(core, [x], [d])
 
 
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+def test_a_refusal_is_not_tried_again():
+    """The eager loop runs the core once per step and no more, and a strict call says the same each time."""
+    ran = []
+
+    def core(x, v):
+        ran.append(None)
+        return (x * v).cumsum(-1), v
+
+    x, v = torch.randn(4, 2, 3), torch.ones(2, 3)
+    flexsn.scan(core, [x], [v])
+    ran.clear()
+    flexsn.scan(core, [x], [v])
+    assert len(ran) == len(x)
+    said = set()
+    for _ in range(2):
+        with pytest.raises(NotElementwiseError) as caught:
+            flexsn.scan(core, [x], [v], strict=True)
+        said.add(str(caught.value))
+    assert len(said) == 1
+
+
 def test_shapes_that_do_not_fit():
     with pytest.raises(ShapeMismatchError, match="do not broadcast"):
         flexsn.scan(dendrites, [torch.randn(4, 3, 2)], [torch.zeros(5, 2, 3), torch.zeros(3, 2)], [torch.rand(3)])
