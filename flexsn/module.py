@@ -350,7 +350,7 @@ class FlexSN(CoreOwner):
 
     detach = detach_states  # the name that SpikingJelly's `functional.detach_net` calls
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable, recurse: bool = True) -> FlexSN:
         self._refuse_stale()
         super()._apply(fn, recurse)
         if self.states is not None:
@@ -358,7 +358,7 @@ class FlexSN(CoreOwner):
         self.state_seqs = None if self.state_seqs is None else [fn(v) for v in self.state_seqs]
         return self
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict) -> FlexSN:
         self._refuse_stale()
         state = self._state()
         for key in ("states", "state_seqs"):  # tensors of a graph cannot be copied; their values can

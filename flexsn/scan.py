@@ -75,7 +75,10 @@ def scan(
 
 
 @outside_dynamo("a sequence in pieces")
-def _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **options) -> ScanResult:
+def _scan_in_pieces(
+    core: Callable, inputs: Sequence[Any], states: Sequence[Tensor | None], params: Sequence[Tensor], store_state_seqs: bool,
+    reduce: Callable | None, **options: Any,
+) -> ScanResult:  # fmt: skip
     if not any(map(in_pieces, inputs)):
         raise PiecesError("`reduce` is given, but no input is in pieces", core=core_name(core), hint="Write `inputs=(x.split(length),)`.")
 

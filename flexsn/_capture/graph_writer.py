@@ -151,7 +151,7 @@ class Tape:
             frame = frame.f_back
         return None
 
-    def track(self, val: Any, node: fx.Node):
+    def track(self, val: Any, node: fx.Node) -> Any:
         if isinstance(val, Tensor):
             self.tracked[id(val)] = (val, node)
         return val
@@ -164,7 +164,7 @@ def _number(make: Callable[[], Tensor]) -> Any:
         return make().item()
 
 
-def getitem(value, index):
+def getitem(value: Any, index: Any) -> Any:
     return value[index]
 
 

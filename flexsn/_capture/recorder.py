@@ -85,11 +85,11 @@ class Recorder(Refusing, TorchDispatchMode):
         return False  # to skip it PyTorch imports it
 
     @unseen_by_dynamo
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with self.remembering(), unwatched():
             return self.handle(func, args, kwargs or {})
 
-    def handle(self, func, args, kwargs):
+    def handle(self, func: Any, args: tuple, kwargs: dict) -> Any:
         name = func._schema.name
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -114,7 +114,7 @@ class Recorder(Refusing, TorchDispatchMode):
         nodes = [self.node_of(a) for a in _tensors((args, kwargs))]
         return self.record(func, args, kwargs, nodes)
 
-    def record(self, func, args, kwargs, nodes: list[fx.Node]):
+    def record(self, func: Any, args: tuple, kwargs: dict, nodes: list[fx.Node]) -> Any:
         name = func._schema.name
         negates = name in ("aten::sub", "aten::rsub", "aten::neg") and self.user_op is None and not self.in_backward
         if negates and any(isinstance(a, Tensor) and a.dtype is torch.bool for a in args):
@@ -200,7 +200,7 @@ class Recorder(Refusing, TorchDispatchMode):
         """Whether nodes are computed from a state, which no call knows before its step."""
         return any(self.operand_names.get(node) in self.sig.state_names for node in behind(nodes))
 
-    def reduced(self, func, args, kwargs, nodes: list[fx.Node]):
+    def reduced(self, func: Any, args: tuple, kwargs: dict, nodes: list[fx.Node]) -> Any:
         """A sum over neurons in the backward of a param, or a linear function of one."""
         name = func._schema.name
         moving = [n for n in nodes if n.meta["kind"] != "static"]
@@ -226,7 +226,7 @@ class Recorder(Refusing, TorchDispatchMode):
         node = self.node_of(addend)
         return node.meta["kind"] != "static" or is_nil(node)
 
-    def decompose(self, func, args, kwargs, rule: Callable[..., Any] | None = None):
+    def decompose(self, func: Any, args: tuple, kwargs: dict, rule: Callable[..., Any] | None = None) -> Any:
         rule = rule or decomposition(func)
         if rule is None:
             return NotImplemented
@@ -245,7 +245,7 @@ class Recorder(Refusing, TorchDispatchMode):
             if outer is None:
                 self.user_op, self.user_line = None, None
 
-    def in_place(self, func, args, kwargs):
+    def in_place(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """`h.mul_(2)` on a tensor that the core made: the functional op, and the tensor now stands for its result."""
         target = args[0] if args else None
         if "out" in kwargs or not isinstance(target, Tensor) or not func._schema.arguments[0].is_write:
@@ -291,7 +291,7 @@ class Recorder(Refusing, TorchDispatchMode):
         others = [t for t, _ in self.tracked.values() if t is not target and isinstance(t, FakeTensor)]
         return any(memory_of(t) == memory for t in others)
 
-    def add(self, func, args, kwargs, kind: str, nodes: list[fx.Node]):
+    def add(self, func: Any, args: tuple, kwargs: dict, kind: str, nodes: list[fx.Node]) -> Any:
         if not self.calling and self.user_op is None and self.line():
             self.note_shape(list(_tensors((args, kwargs))))  # TorchScript, which reads sizes unseen
         val = self.evaluate(func, args, kwargs)
@@ -322,7 +322,7 @@ class Recorder(Refusing, TorchDispatchMode):
         """Whether the user's code computes now, and not PyTorch, which differentiates it."""
         return bool(self.calling or self.line())
 
-    def evaluate(self, func, args, kwargs):
+    def evaluate(self, func: Any, args: tuple, kwargs: dict) -> Any:
         fakes = mapped((args, kwargs), lambda t: t if isinstance(t, FakeTensor) else self.node_of(t).meta["val"])
         try:
             val = func(*fakes[0], **fakes[1])

@@ -160,7 +160,7 @@ class Refusing(Tape):
                 self.refused = self.refused or error
             raise
 
-    def untraceable(self, func) -> FlexSNError:
+    def untraceable(self, func: Any) -> FlexSNError:
         return UnsupportedOpError(
             f"`{op_name(self.user_op or func)}` cannot be traced: it has no fake kernel that takes these operands", core=self.sig.core,
             line=self.line(), hint="Do this outside the core, or register one (`torch.library.register_fake`).",
@@ -186,14 +186,14 @@ class ValueReads(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         before, self.recorder.calling = self.recorder.calling, getattr(func, "__name__", "a function")
         try:
             return self.call(func, args, kwargs or {})
         finally:
             self.recorder.calling = before
 
-    def call(self, func, args, kwargs):
+    def call(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = self.recorder.calling
         if name in _VALUE_READS and args and isinstance(args[0], Tensor):
             with self.recorder.remembering():

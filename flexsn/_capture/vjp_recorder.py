@@ -64,7 +64,9 @@ class VjpRecorder(Recorder):
         with disable_modes():
             return node.name in self.constants and not self.constants[node.name].any()
 
-    def gradients(self, values, wanted: list[Tensor], given: dict[int, Tensor], cotangents: list[fx.Node | None]):
+    def gradients(
+        self, values: Sequence[Tensor], wanted: list[Tensor], given: dict[int, Tensor], cotangents: list[fx.Node | None]
+    ) -> Sequence[Tensor | None]:  # fmt: skip
         """As autograd gives them. Where PyTorch lacks the derivative of all that the core returns, nothing is differentiable; where it
         lacks some, which ones a call needs is not known here."""
 

@@ -96,7 +96,7 @@ class _Eager(torch.autograd.Function):
     """One flat path per call: everything but the tensors is looked up in the call."""
 
     @staticmethod
-    def forward(ctx, call: run.Call, *tensors):
+    def forward(ctx: Any, call: run.Call, *tensors: Tensor | None) -> Any:
         laid_out = tensors if call.in_place else call.laid_out(tensors)
         if call.prologue is None and call.returned_whole:
             found = list(map(call.launch.run(laid_out).__getitem__, call.places))
@@ -113,7 +113,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     @unseen_by_dynamo
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         call = ctx.call
         if torch.is_grad_enabled():
             return _Eager.differentiably(ctx, grads)
@@ -136,7 +136,7 @@ class _Eager(torch.autograd.Function):
         return _Eager.differentiably(ctx, grads)  # a batch of cotangents at once
 
     @staticmethod
-    def differentiably(ctx, grads) -> tuple:
+    def differentiably(ctx: Any, grads: Sequence[Tensor | None]) -> tuple:
         """Run the backward as a function of its own, with a derivative and a rule for batches."""
         call, saved = ctx.call, ctx.saved_tensors
         operands, given = saved[: len(call.kinds)], [t for t in saved if t is not None]
@@ -158,11 +158,11 @@ class _Traced(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: run.Call, *tensors):
+    def forward(call: run.Call, *tensors: Tensor | None) -> Any:
         return tuple(_forward(call, tensors)[1])
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         call, *tensors = inputs
         shown = len(call.results)
         ctx.call, ctx.shown, ctx.kept = call, shown, call.keep and call.keep()
@@ -176,7 +176,7 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     @unseen_by_dynamo
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         call = ctx.call
         try:
             saved = ctx.saved_tensors
@@ -188,7 +188,7 @@ class _Traced(torch.autograd.Function):
         return None, *_TracedBackward.apply(asked, *saved, *grads[: ctx.shown])
 
     @staticmethod
-    def jvp(ctx, _, *tangents):
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
         call, saved = ctx.call, iter(ctx.saved_tensors)
         operands = [next(saved) if there else None for there in ctx.present]
         constant = call.constant or [False] * len(call.results)
@@ -224,7 +224,7 @@ class _TracedBackward(torch.autograd.Function):
 
     @staticmethod
     @unseen_by_dynamo
-    def forward(asked: Asked, *tensors):
+    def forward(asked: Asked, *tensors: Tensor | None) -> Any:
         call = asked.call
         operands, checkpoints, cotangents = asked.split(tensors)
         rows = call.laid_out(operands)
@@ -237,7 +237,7 @@ class _TracedBackward(torch.autograd.Function):
             return tuple(call.backward(back, [*rows, *checkpoints], cotangents, call.order_of(rows)))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.asked, *tensors = inputs
         ctx.given = [t is not None for t in tensors]
         given = [t for t in tensors if t is not None]
@@ -247,7 +247,7 @@ class _TracedBackward(torch.autograd.Function):
 
     @staticmethod
     @unseen_by_dynamo
-    def backward(ctx, *tangents):
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
         """With `u` for gradients: `<u, gradient>` is the derivative of `<cotangents, results>` along `u`."""
         saved = iter(ctx.saved_tensors)
         operands, checkpoints, cotangents = ctx.asked.split([next(saved) if there else None for there in ctx.given])
@@ -260,7 +260,7 @@ class _TracedBackward(torch.autograd.Function):
         return None, *over_batch(gradients, tangents)
 
     @staticmethod
-    def jvp(ctx, _, *tangents):
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
         """The backward along tangents of the cotangents, in which it is linear, and that of the derivative along those of operands."""
         asked, saved = ctx.asked, iter(ctx.saved_tensors)
         given = [next(saved) if there else None for there in ctx.given]
@@ -357,7 +357,7 @@ def call_of(program: str, inputs: Sequence[Tensor], states: Tensors, statics: Se
     return (run.Call if plain else TracedCall)(made, shapes, inputs[0].shape[0], names, sequences, differentiable, tensors)
 
 
-def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
+def _scan(program: str, inputs: list[Tensor], states: Tensors, statics: list[Tensor], sequences: bool) -> list[Tensor]:
     call = call_of(program, inputs, states, statics, sequences)
     tensors: Tensors = (*inputs, *states, *statics)
     refuse_forward_mode(call.program.sig.core, tensors)
@@ -374,7 +374,7 @@ def _scan(program, inputs, states, statics, sequences) -> list[Tensor]:
     return list(_differentiably(call, tensors) if call.differentiable else _without_gradients(call, tensors))
 
 
-def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:
+def _fake_scan(program: str, inputs: list[Tensor], states: Tensors, statics: list[Tensor], sequences: bool) -> list[Tensor]:
     call = call_of(program, inputs, states, statics, sequences)
     shapes, blueprint, T = call.shapes, call.program.blueprint, call.T
     order = memory_order(inputs[0]) if same_shape(inputs[0].shape[1:], shapes.step) else None
@@ -384,9 +384,9 @@ def _fake_scan(program, inputs, states, statics, sequences) -> list[Tensor]:
         return like_row(inputs[0], (*leading, *step), meta.dtype, len(leading), order if whole else None)
 
     outputs = [empty((T,), s, m) for s, m in zip(shapes.outputs, blueprint.outputs, strict=True)]
-    states = list(zip(shapes.states, blueprint.states, strict=True))
-    trail = [empty((T,), s, m) for s, m in states] if sequences else []
-    return [*outputs, *[empty((), s, m) for s, m in states], *trail]
+    kept = list(zip(shapes.states, blueprint.states, strict=True))
+    trail = [empty((T,), s, m) for s, m in kept] if sequences else []
+    return [*outputs, *[empty((), s, m) for s, m in kept], *trail]
 
 
 sharding.RULES["scan"] = lambda cls, func, types, args, kwargs: _scan(*args)

@@ -153,7 +153,7 @@ def replica(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 class Replicating(TorchFunctionMode):
     """While inside, plain tensors that meet DTensors are replicas: params, default states and what a core makes itself."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         mesh = _mesh_among((args, tuple(kwargs.values())))
         if mesh is not None:
@@ -178,7 +178,7 @@ class _InOwnLayout(torch.autograd.Function):
     partial sum's terms is that of the sum, on every rank.)"""
 
     @staticmethod
-    def forward(ctx, tensor, lies):
+    def forward(ctx: Any, tensor: Any, lies: Any) -> Any:
         from torch.distributed.tensor import Replicate
 
         ctx.placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
@@ -186,7 +186,7 @@ class _InOwnLayout(torch.autograd.Function):
         return tensor.view_as(tensor) if lies == list(tensor.placements) else tensor.detach().redistribute(placements=lies)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> tuple:
         return None if grad is None else grad.redistribute(placements=ctx.placements), None
 
 
@@ -245,20 +245,20 @@ def _sequences(tensors: Tensors) -> list[tuple[Tensor | None, int]]:
     return [(t, 1) for t in tensors]
 
 
-def _forward_rule(cls, func, types, args, kwargs) -> list[Tensor]:
+def _forward_rule(cls: Any, func: Any, types: Any, args: tuple, kwargs: Any) -> list[Tensor]:
     program, inputs, states, params, step, *flags = args
     groups = [_sequences(inputs), _single_rows(states), _single_rows(params)]
     return _sharded(groups, step, lambda parts, local: func(program, *parts, local, *flags))
 
 
-def _backward_rule(cls, func, types, args, kwargs) -> list[Tensor]:
+def _backward_rule(cls: Any, func: Any, types: Any, args: tuple, kwargs: Any) -> list[Tensor]:
     program, inputs, states, params, checkpoints, cotangents, given, wanted, step = args
     grads = [(t, leading_dims(Role.of(role))) for t, role in zip(cotangents, given, strict=True)]
     groups = [_sequences(inputs), _single_rows(states), _single_rows(params), _sequences(checkpoints), grads]
     return _sharded(groups, step, lambda parts, local: func(program, *parts, given, wanted, local))
 
 
-def _carry_rule(cls, func, types, args, kwargs) -> Tensor:
+def _carry_rule(cls: Any, func: Any, types: Any, args: tuple, kwargs: Any) -> Tensor:
     return args[0].clone()
 
 
@@ -290,15 +290,16 @@ def neuron_parallel(layout: Placement | None = None) -> Any:
     lies = Shard(-1) if layout is None else layout
 
     class NeuronParallel(ParallelStyle):
-        def _apply(self, module, device_mesh):
-            def inside(module, inputs, mesh):
+        def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+            def inside(module: torch.nn.Module, inputs: tuple, mesh: Any) -> tuple:
                 return tuple(x if is_dtensor(x) else DTensor.from_local(x, mesh, [_from_front(lies, x)], run_check=False) for x in inputs)
 
-            def outside(module, outputs, mesh):
-                parts = tuple(y.to_local() for y in ((outputs,) if isinstance(outputs, Tensor) else outputs))
+            def outside(module: torch.nn.Module, outputs: Any, mesh: Any) -> Any:
+                given: tuple[Any, ...] = (outputs,) if isinstance(outputs, Tensor) else outputs
+                parts = tuple(y.to_local() for y in given)
                 return parts[0] if isinstance(outputs, Tensor) else parts
 
-            return distribute_module(module, device_mesh, None, inside, outside)
+            return distribute_module(module, device_mesh, None, inside, outside)  # type: ignore[arg-type]  # what they return is taken
 
     return NeuronParallel()
 

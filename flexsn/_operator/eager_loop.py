@@ -93,7 +93,10 @@ def _carrying_float32(core: Callable, sig: Signature) -> Callable:
     return run
 
 
-def _first_step(core, sig, step, states, params, num_outputs) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+def _first_step(
+    core: Callable, sig: Signature, step: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor],
+    num_outputs: int | None,
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:  # fmt: skip
     """Run step 0; default states take the shape and dtype that the core returns, given ones broadcast to it.
 
     Returns:
@@ -175,6 +178,8 @@ def first_step(
     return returned, current
 
 
-def _result_dtypes(core, sig, inputs, states, params) -> list[torch.dtype]:
+def _result_dtypes(
+    core: Callable, sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor]
+) -> list[torch.dtype]:  # fmt: skip
     """Return the dtypes of the core's returns on the operands as they are."""
     return [t.dtype for t in first_step(core, sig, inputs, states, params, None)[0]]

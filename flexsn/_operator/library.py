@@ -164,7 +164,10 @@ def _settle(
     return launch, operands if as_they_are else laid_out
 
 
-def settle_forward(operands: Operands, program, inputs, states, params, step, checkpoints, save, sequences) -> tuple[Launch, Operands]:
+def settle_forward(
+    operands: Operands, program: str, inputs: list[Tensor], states: Operands, params: list[Tensor], step: list[int], checkpoints: int,
+    save: bool, sequences: bool,
+) -> tuple[Launch, Operands]:  # fmt: skip
     """Return the launch of a call of `flexsn::forward`, and its operands as that takes them."""
 
     def made(own: Program, T: int) -> tuple[Any, Roles, int, int]:
@@ -173,7 +176,7 @@ def settle_forward(operands: Operands, program, inputs, states, params, step, ch
     return _settle(program, inputs, tuple(step), (checkpoints, save, sequences), operands, params, made)
 
 
-def _forward(program, inputs, states, params, *others) -> list[Tensor]:
+def _forward(program: str, inputs: list[Tensor], states: Operands, params: list[Tensor], *others: Any) -> list[Tensor]:
     launch, operands = settle_forward((*inputs, *states), program, inputs, states, params, *others)
     return launch(operands, by_role(params))
 
@@ -189,7 +192,10 @@ def _fake_arrays(made: Plan, T: Any, step: Sequence[int], checkpoints: Any, inpu
     return [like_row(inputs[0], shape, dtype, len(shape) - len(step), order) for _, shape, dtype in arrays]
 
 
-def _fake_forward(program, inputs, states, params, step, checkpoints, save, sequences) -> list[Tensor]:
+def _fake_forward(
+    program: str, inputs: list[Tensor], states: Operands, params: list[Tensor], step: list[int], checkpoints: int, save: bool,
+    sequences: bool,
+) -> list[Tensor]:  # fmt: skip
     made = program_from(program, inputs[0].device).plan_of("forward", *_flags_forward(inputs, save, sequences))
     return _fake_arrays(made, inputs[0].shape[0], step, checkpoints, inputs)
 
@@ -200,8 +206,9 @@ def _flags_backward(inputs: Sequence[Tensor], given: Sequence[str], wanted: Sequ
 
 
 def settle_backward(
-    operands: Operands, program, inputs, states, params, checkpoints, cotangents, given, wanted, step
-) -> tuple[Launch, Operands]:
+    operands: Operands, program: str, inputs: list[Tensor], states: Operands, params: list[Tensor], checkpoints: list[Tensor],
+    cotangents: list[Tensor], given: list[str], wanted: list[str], step: list[int],
+) -> tuple[Launch, Operands]:  # fmt: skip
     """Return the launch of a call of `flexsn::backward`, and its operands as that takes them."""
 
     def made(own: Program, T: int) -> tuple[Any, Roles, int, int]:
@@ -211,13 +218,19 @@ def settle_backward(
     return _settle(program, inputs, tuple(step), (len(checkpoints), tuple(given), tuple(wanted)), operands, params, made)
 
 
-def _backward(program, inputs, states, params, checkpoints, cotangents, *others) -> list[Tensor]:
+def _backward(
+    program: str, inputs: list[Tensor], states: Operands, params: list[Tensor], checkpoints: list[Tensor], cotangents: list[Tensor],
+    *others: Any,
+) -> list[Tensor]:  # fmt: skip
     given = (*inputs, *states, *checkpoints, *cotangents)
     launch, operands = settle_backward(given, program, inputs, states, params, checkpoints, cotangents, *others)
     return launch(operands, by_role(params))
 
 
-def _fake_backward(program, inputs, states, params, checkpoints, cotangents, given, wanted, step) -> list[Tensor]:
+def _fake_backward(
+    program: str, inputs: list[Tensor], states: Operands, params: list[Tensor], checkpoints: list[Tensor], cotangents: list[Tensor],
+    given: list[str], wanted: list[str], step: list[int],
+) -> list[Tensor]:  # fmt: skip
     made = program_from(program, inputs[0].device).plan_of("backward", *_flags_backward(inputs, given, wanted))
     return _fake_arrays(made, inputs[0].shape[0], step, 0, inputs)
 
@@ -232,12 +245,15 @@ def _batched(tensor: Tensor | None, dim: int | None, leading: int, step: Sequenc
     return tensor.reshape(*tensor.shape[: leading + 1], *([1] * missing), *tensor.shape[leading + 1 :])
 
 
-def _all_batched(tensors, dims, leading: int, step) -> list[Tensor | None]:
+def _all_batched(tensors: Sequence[Tensor | None], dims: Any, leading: int, step: Sequence[int]) -> list[Tensor | None]:
     dims = dims or [None] * len(tensors)
     return [_batched(t, d, leading, step) for t, d in zip(tensors, dims, strict=True)]
 
 
-def _vmap_forward(info, in_dims, program, inputs, states, params, step, checkpoints, save, sequences):
+def _vmap_forward(
+    info: Any, in_dims: tuple, program: str, inputs: list[Tensor], states: Operands, params: list[Tensor], step: list[int],
+    checkpoints: int, save: bool, sequences: bool,
+) -> tuple:  # fmt: skip
     x, v, p = in_dims[1:4]
     wide = [info.batch_size, *step]
     found = torch.ops.flexsn.forward(
@@ -247,12 +263,16 @@ def _vmap_forward(info, in_dims, program, inputs, states, params, step, checkpoi
     return found, [f.dim() - len(wide) for f in found]
 
 
-def _vmap_backward(info, in_dims, program, inputs, states, params, checkpoints, cotangents, given, wanted, step):
+def _vmap_backward(
+    info: Any, in_dims: tuple, program: str, inputs: list[Tensor], states: Operands, params: list[Tensor], checkpoints: list[Tensor],
+    cotangents: list[Tensor], given: list[str], wanted: list[str], step: list[int],
+) -> tuple:  # fmt: skip
     x, v, p, c, g = in_dims[1:6]
     wide = [info.batch_size, *step]
     g = g or [None] * len(given)
     grads = [_batched(t, d, leading_dims(Role.of(r)), step) for t, d, r in zip(cotangents, g, given, strict=True)]
-    rows = [c.expand(c.shape[0], *wide) for c in _all_batched(checkpoints, c, 1, step)]
+    saved = _all_batched(checkpoints, c, 1, step)
+    rows = [t.expand(t.shape[0], *wide) for t in saved if t is not None]
     found = torch.ops.flexsn.backward(
         program, _all_batched(inputs, x, 1, step), _all_batched(states, v, 0, step), _all_batched(params, p, 0, step), rows, grads, given,
         wanted, wide,

@@ -5,7 +5,7 @@ runs, and raises where a gradient is asked for, also in a trace: never zeros."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,11 +34,11 @@ class WithoutGradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(run_it: Callable[..., Sequence[Tensor]], core: str, hint: str, *tensors):
+    def forward(run_it: Callable[..., Sequence[Tensor]], core: str, hint: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         return tuple(run_it(*tensors))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         _, ctx.core, ctx.hint, *tensors = inputs
         ctx.there = [t is not None for t in tensors]
         ctx.save_for_backward(*[t for t in tensors if t is not None])
@@ -47,7 +47,7 @@ class WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     @unseen_by_dynamo
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         if transforms_active():
             refuse_missing_gradient(ctx.core, ctx.hint)
         saved = iter(ctx.saved_tensors)
@@ -58,7 +58,7 @@ class WithoutGradient(torch.autograd.Function):
         return None, None, None, *[missing(ctx.core, t, given, ctx.hint) if t is not None and need else None for t, need in needs]
 
     @staticmethod
-    def jvp(ctx, *tangents):
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         raise no_forward_mode(ctx.core)
 
 
@@ -78,7 +78,9 @@ LIBRARY.impl("no_gradient", lambda core, like, cotangents, hint="": refuse_missi
 torch.library.register_fake("flexsn::no_gradient", lambda core, like, cotangents, hint="": torch.empty_like(like), lib=LIBRARY)
 
 
-def _forward_alone(program, inputs, states, params, *others) -> list[Tensor]:
+def _forward_alone(
+    program: str, inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor], *others: Any
+) -> list[Tensor]:  # fmt: skip
     """The rule of `flexsn::forward` for autograd, which meets it only where its formula, around it, is gone."""
 
     def below(*tensors: Tensor | None) -> list[Tensor]:

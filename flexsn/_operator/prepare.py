@@ -34,8 +34,8 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def prepare(
-    core, seen: CapturedValues, sig: Signature, inputs, states, params, captured, backend: str, sequences: bool, num_outputs: int | None,
-    build: bool = True,
+    core: Callable, seen: CapturedValues, sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None],
+    params: Sequence[Tensor], captured: dict[str, Tensor], backend: str, sequences: bool, num_outputs: int | None, build: bool = True,
 ) -> run.Call:  # fmt: skip
     """Find or make the program for a call, and `build` its kernels."""
     tensors, hidden = (*inputs, *states, *params, *captured.values()), transforms_active()
@@ -143,8 +143,9 @@ def prepare_dual(
 
 
 def _program(
-    name, core, seen: CapturedValues, sig: Signature, metas, device, captured, num_outputs, differentiable: bool
-) -> tuple[Program, Shapes]:
+    name: str, core: Callable, seen: CapturedValues, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
+    captured: dict[str, Tensor], num_outputs: int | None, differentiable: bool,
+) -> tuple[Program, Shapes]:  # fmt: skip
     """The program for a call, with its VJP if asked for: which may show that a program made for another size does not fit this one."""
     while True:
         program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
@@ -192,7 +193,10 @@ def _stand_in(tensor: Tensor, transformed: bool = False) -> Tensor:
     return torch.nn.Parameter(plain, plain.requires_grad) if isinstance(tensor, torch.nn.Parameter) else plain
 
 
-def _while_tracing(name, core, seen: CapturedValues, sig: Signature, metas, device, captured, num_outputs, differentiable):
+def _while_tracing(
+    name: str, core: Callable, seen: CapturedValues, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
+    captured: dict[str, Tensor], num_outputs: int | None, differentiable: bool,
+) -> tuple[Program, Shapes]:  # fmt: skip
     """Find or make the program for a call whose tensors cannot be read: the core runs on stand-ins of captured tensors, and
     symbolic sizes get numbers."""
     ins = sig.num_inputs + sig.num_states

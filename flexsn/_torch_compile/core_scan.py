@@ -90,7 +90,7 @@ class CoreScan(HigherOrderOperator):
         super().__init__("flexsn_core_scan")
 
     @unseen_by_dynamo
-    def __call__(self, *call):
+    def __call__(self, *call: Any) -> list[Tensor]:
         finals, trail, outputs = uncompiled(*call)
         return [*outputs, *finals, *trail]
 

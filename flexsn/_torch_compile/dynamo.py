@@ -88,7 +88,7 @@ def _flex_sn_scan_variable(dynamo: Any) -> type:
     class FlexSNScanVariable(dynamo.TorchHigherOrderOperatorVariable):
         _HOP_NAME = "flex_sn_scan"
 
-        def _call_function(self, tx, args, kwargs):
+        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             return _inlined(dynamo, tx, self._HOP_NAME, args, kwargs)
 
     return FlexSNScanVariable
@@ -121,7 +121,7 @@ def _core_scan_variable(dynamo: Any) -> type:
 
         _HOP_NAME = "flexsn.scan"
 
-        def _call_function(self, tx, args, kwargs):
+        def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
             if transforms_active():
                 raise dynamo.Unsupported("a core under a `torch.func` transform: the transform runs uncompiled")
             with dynamo.constants(specialize_float=True):  # numbers in a `partial` are constants of the kernel
@@ -136,8 +136,8 @@ def _core_scan_variable(dynamo: Any) -> type:
             if backend == "torch":
                 return self._without_kernel(tx, args)
             counts = sig.num_inputs, sig.num_states, sig.num_params
-            proxies = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
-            fakes = [None if p is None else p.node.meta["example_value"] for p in proxies]
+            proxies: list[Any] = [None if v.is_python_constant() else v.as_proxy() for v in (*inputs.items, *states.items, *params.items)]
+            fakes: list[Any] = [None if p is None else p.node.meta["example_value"] for p in proxies]
             if any_dtensor(fakes):
                 raise dynamo.Unsupported("a neuron on DTensors: the call runs uncompiled, between compiled parts")
             kinds = (False, True) if any(t is not None and t.dtype in HALF for t in fakes) else (False,)
@@ -172,7 +172,7 @@ def _core_scan_variable(dynamo: Any) -> type:
             call = (text_of(blueprint, vjp=grad), proxies[:n], proxies[n:m], [*proxies[m:], *read], sequences)
             return dynamo.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.scan.default, call, {}))
 
-        def _without_kernel(self, tx, args):
+        def _without_kernel(self, tx: Any, args: Any) -> Any:
             return _loop(dynamo, tx, args[:7]) if _without_kernel(tx) == SCAN else dynamo.VariableTracker.build(tx, EAGER)
 
     return CoreScanVariable

@@ -60,7 +60,10 @@ def decompose(program: torch.export.ExportedProgram, loop: str = "scan") -> torc
         raise
 
 
-def _forward(loop: Callable, text: str, inputs: Tensors, states, params: Tensors, step, checkpoints, save, sequences) -> list[Tensor]:
+def _forward(
+    loop: Callable, text: str, inputs: Tensors, states: Sequence[Tensor | None], params: Tensors, step: Sequence[int], checkpoints: int,
+    save: bool, sequences: bool,
+) -> list[Tensor]:  # fmt: skip
     """Return what `flexsn::forward` does, by a loop."""
     made = program_from(text, inputs[0].device)
     graph, outs, n = made.graph, made.num_outputs, made.sig.num_states

@@ -81,7 +81,7 @@ def fused(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int,
     return tuple([t.contiguous() for t in (*outputs, *sequences)])
 
 
-def _autograd(core_fn, num_inputs, num_states, num_outputs, *flat_args):
+def _autograd(core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor) -> Any:
     tensors = (*flat_args, *look(core_fn).tensors().values())
     if not transforms_or_modes_active() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return fused(core_fn, num_inputs, num_states, num_outputs, *flat_args)
@@ -89,17 +89,17 @@ def _autograd(core_fn, num_inputs, num_states, num_outputs, *flat_args):
         return HigherOrderOperator.__call__(flex_sn_scan, core_fn, num_inputs, num_states, num_outputs, *flat_args)
 
 
-def _fake(mode, core_fn, num_inputs, num_states, num_outputs, *flat_args):
+def _fake(mode: Any, core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor) -> Any:
     with mode:
         return fused(core_fn, num_inputs, num_states, num_outputs, *flat_args)
 
 
-def _functionalize(ctx, core_fn, num_inputs, num_states, num_outputs, *flat_args):
+def _functionalize(ctx: Any, core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor) -> Any:
     with ctx.redispatch_to_next():
         return ctx.wrap_tensors(fused(core_fn, num_inputs, num_states, num_outputs, *ctx.unwrap_tensors(flat_args)))
 
 
-def _proxy(mode, core_fn, num_inputs, num_states, num_outputs, *flat_args):
+def _proxy(mode: Any, core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int, *flat_args: Tensor) -> Any:
     counts = num_inputs, num_states, num_outputs
     step = [t.select(0, 0) if i < num_inputs else t for i, t in enumerate(flat_args)]
     lifting, captured = _lifting(core_fn)

@@ -118,7 +118,7 @@ def lowerable_scan(
             dynamo.doubt_gradients("scan")
         init = [_requiring_grad(v, differentiable[0]) for v in init]  # 2.11 drops gradients through a carry that starts without
 
-    def body(carry, xs):
+    def body(carry: Any, xs: Any) -> Any:
         returned = [_fresh(y) for y in _step(core_fn, xs, carry[:num_states], lifted, num_outputs)]
         if differentiable:
             like = [y for y in returned if y.requires_grad][0]  # noqa: RUF015  Dynamo does not trace `next` over a generator here
@@ -217,11 +217,11 @@ def lowerable_while_loop_scan(
     outputs = [torch.zeros_like(y, memory_format=torch.contiguous_format) for y in template[:num_outputs]]
     init = [_fresh(v) for v in _as_returned(core_fn, first, template[num_outputs:])]
 
-    def unfinished(t, *carried):
+    def unfinished(t: Tensor, *carried: Tensor) -> Tensor:
         return t < T
 
-    def body(t, *carried):
-        now = t.item()
+    def body(t: Tensor, *carried: Tensor) -> Any:
+        now: Any = t.item()
         torch._check(now >= 0)
         torch._check(now < T)
         step_inputs = [x.select(0, now) for x in inputs]

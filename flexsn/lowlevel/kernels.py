@@ -243,7 +243,9 @@ def _examples(name: str, num_inputs: int, num_states: int, given: Sequence[Tenso
     return list(given)
 
 
-def _settled(core_fn, num_inputs: int, num_states: int, num_outputs: int, given: Sequence[Tensor] | None):
+def _settled(
+    core_fn: Callable, num_inputs: int, num_states: int, num_outputs: int, given: Sequence[Tensor] | None
+) -> tuple[fx.Graph, FlexSNInfo, list[Tensor]]:  # fmt: skip
     """Return graph and info of a step, and its examples, with states of the shapes that they come to: a core may broadcast them to more."""
     name, args = core_name(core_fn), None
     examples = _examples(name, num_inputs, num_states, given)
@@ -252,15 +254,15 @@ def _settled(core_fn, num_inputs: int, num_states: int, num_outputs: int, given:
         info = _info(name, graph, num_inputs, num_states, num_outputs)
         assert info.layout is not None
         args = args or info.layout.args
-        returned = info.layout.returns[num_outputs:]
+        returned, states = info.layout.returns[num_outputs:], examples[num_inputs:]
         try:
-            shapes = [torch.broadcast_shapes(v.shape, m.shape) for v, m in zip(examples[num_inputs:], returned, strict=True)]
+            shapes = [torch.broadcast_shapes(v.shape, m.shape) for v, m in zip(states, returned, strict=True)]
         except RuntimeError:
             raise StateMismatchError(f"states come back as {[list(m.shape) for m in returned]}, for other sizes", core=name) from None
-        if shapes == [v.shape for v in examples[num_inputs:]]:
+        if shapes == [v.shape for v in states]:
             info.layout = StepLayout(args, info.layout.returns)
             return graph, info, examples
-        examples[num_inputs:] = [v.expand(shape) for v, shape in zip(examples[num_inputs:], shapes, strict=True)]
+        examples[num_inputs:] = map(Tensor.expand, states, shapes)
 
 
 def _info(name: str, graph: fx.Graph, num_inputs: int, num_states: int, num_outputs: int, num_returns: int | None = None) -> FlexSNInfo:

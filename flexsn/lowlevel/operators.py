@@ -139,7 +139,7 @@ def _backward(
     return found[: len(input_templates)]
 
 
-def _fake_backward(handle: int, final: bool, grad_outputs, saved_tensors, input_templates: Sequence[Tensor]) -> list[Tensor]:
+def _fake_backward(handle: int, final: bool, grad_outputs: Any, saved_tensors: Any, input_templates: Sequence[Tensor]) -> list[Tensor]:
     _get(handle, "training_info")
     return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in input_templates]
 
@@ -157,12 +157,12 @@ class _Training(torch.autograd.Function):
     """A recorded call of a training operator."""
 
     @staticmethod
-    def forward(kind: str, handle: int, *flat_args):
+    def forward(kind: str, handle: int, *flat_args: Tensor | None) -> tuple[Tensor, ...]:
         with skipping_autograd():
             return tuple(torch.ops.flexsn.handle_forward(handle, kind, list(flat_args)))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         kind, ctx.handle, *flat_args = inputs
         info = _info(ctx.handle, kind)
         ctx.active, ctx.num_args, ctx.final = _Active(ctx.handle), len(flat_args), kind.endswith("final_state")
@@ -173,7 +173,7 @@ class _Training(torch.autograd.Function):
         ctx.save_for_backward(*saved, *(t.new_empty(()).expand(t.shape) for t in flat_args))
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         if torch.is_grad_enabled():
             raise DoubleBackwardError("a kernel of a handle is differentiated with create_graph=True, and has no second derivative")
         info = _info(ctx.handle, "training")
@@ -202,7 +202,7 @@ def _recorded(handle: int, tensors: Sequence[Tensor | None]) -> bool:
 def _without_gradient(operator: Callable) -> Callable:
     """Return the rule of an operator for autograd: below it no gradient is recorded, and one that is asked for raises."""
 
-    def rule(handle: int, *others) -> list[Tensor]:
+    def rule(handle: int, *others: Any) -> list[Tensor]:
         def below(*_: Tensor | None) -> list[Tensor]:
             with skipping_autograd():
                 return operator(handle, *others)

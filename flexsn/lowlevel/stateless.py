@@ -38,9 +38,7 @@ class FlexSNKernel:
         neuron = self.neuron
         inputs, states = operands[: neuron.num_inputs], operands[neuron.num_inputs :]
         if len(inputs) != neuron.num_inputs or (states and len(states) != neuron.num_states):
-            raise OperandCountError(
-                f"was given {len(operands)} operands for {neuron.num_inputs} inputs and {neuron.num_states} states",
-                core=core_name(neuron.core),
-            )
+            counts = f"{neuron.num_inputs} inputs and {neuron.num_states} states"
+            raise OperandCountError(f"was given {len(operands)} operands for {counts}", core=core_name(neuron.core))
         outputs, _, sequences = neuron.run(inputs, states or (None,) * neuron.num_states, True)
         return tuple([y.contiguous() for y in (*outputs, *(sequences or ()))])
