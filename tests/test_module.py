@@ -448,6 +448,8 @@ def test_states_beside_a_checkpoint():
         flexsn.set_states(other, {"1": []})
     with pytest.raises(errors.OperandCountError, match="carries 1 states"):
         flexsn.set_states(other, {"0": [torch.zeros(2, 4)]})
+    with pytest.raises(errors.ArgumentError, match="not a dict"):
+        flexsn.set_states(other, [[torch.zeros(2, 3)]])
     with pytest.raises(errors.ArgumentError, match="a module"):
         flexsn.get_states([net])
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from .._ir.graph import HALF
 from .._ir.lowering import RULES
+from .._torch.tensors import functional_overload
 from ..errors import FlexSNError, InPlaceError, NotElementwiseError
 from .linearity import LINEAR
 from .restrictions import op_name
@@ -29,7 +30,7 @@ MIXES = "is not elementwise, but its operand depends on time"  # what is said of
 _MAKES = {"aten::unsqueeze", "aten::stack", "aten::view", "aten::_unsafe_view", "aten::select_backward", "aten::slice_backward"}
 _VALUE_BY_VALUE = {
     "aten::detach", "aten::alias", "aten::lift_fresh", "aten::contiguous", "aten::lift", "aten::zeros_like", "aten::ones_like",
-    "aten::full_like", "aten::empty_like", "aten::log_sigmoid_forward",
+    "aten::full_like", "aten::empty_like", "aten::log_sigmoid_forward", "aten::hardswish", "aten::fill",
 }  # fmt: skip
 _LIKE = {"aten::new_zeros", "aten::new_ones", "aten::new_full"}
 _HINT = (
@@ -67,6 +68,9 @@ class Inner:
         """Write an op down part by part."""
         name = func._schema.name
         if func._schema.is_mutable:
+            if self.recorder.in_backward and (new := functional_overload(func)) is not None:  # PyTorch's own, into what it made
+                self.planes[id(args[0])] = args[0], self._parts(self._op(new, args, kwargs))
+                return args[0]
             raise InPlaceError(
                 f"`{op_name(func)}` writes into a tensor with an inner dim", core=self.recorder.sig.core, line=self.recorder.line(),
                 hint="Write the form that makes a new tensor.",
@@ -141,13 +145,14 @@ class Inner:
             return parts or (tensor,)
         node = self.recorder.node_of(tensor)
         if "uniform" in node.meta:
-            val = self.recorder.evaluate(aten.new_empty.default, (node.meta["val"], tensor.shape[:-1]), {})
+            val = self.recorder.evaluate(aten.new_empty.default, (node.meta["val"], tensor.shape[:-1] or (1,)), {})
             made = self.recorder.uniform(val, node.meta["uniform"], node.meta["kind"], node.meta.get("of", ()))
             return (self.recorder.track(val, made),) * tensor.shape[-1]
         if node.meta["kind"] != "static":
             raise self.refusal(func, _ALIGNS)
-        if node not in self._split:
-            self._split[node] = tuple(self._op(aten.unbind.int, (tensor, -1)))
+        if node not in self._split:  # parts have dims, as the tensor has: type promotion ranks one without lower
+            rows = self._op(aten.unsqueeze.default, (tensor, 0)) if tensor.dim() == 1 else tensor
+            self._split[node] = tuple(self._op(aten.unbind.int, (rows, -1)))
         return self._split[node]
 
     def _each(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

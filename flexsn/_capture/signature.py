@@ -223,7 +223,6 @@ def loop_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple
     except ShapeMismatchError as error:
         most = max(map(len, shapes))
         try:
-            torch.broadcast_shapes(*[s[-1:] for s in shapes if len(s) == most])
             return tuple(torch.broadcast_shapes(*[s[:-1] if len(s) == most else s for s in shapes])), error
         except RuntimeError:
             raise error from None

@@ -193,15 +193,17 @@ def run_parts(
     misfit, why = isinstance(error, ShapeMismatchError), error
     apart = misfit or len({len(s) for s in given if s}) > 1
     found = list(inner_dims(given))
-    if not found and misfit and any(inner_dims(given, math.inf)):
+    if not found and misfit and any(inner_dims(given, least=0, most=math.inf)):
         raise NotElementwiseError(
-            f"has operands with one dim more than others, of more than {MOST} values", core=sig.core,
-            hint=f"A kernel takes a sum over a last dim of at most {MOST}.",
+            f"has operands with one dim more than others, of none or more than {MOST} values", core=sig.core,
+            hint=f"A kernel takes a sum over a last dim of 1 to {MOST}.",
         )  # fmt: skip
     for outer, has in found:
         try:
             returned, current = first_step(seen.runnable(core), sig, inputs, states, params, num_outputs)
-        except Exception:  # whatever the core raises: the loop raises it again
+        except Exception:  # whatever the core raises: the loop raises it again, where it would run
+            if misfit:
+                raise
             break
         shapes = [*[x.shape[1:] for x in inputs], *[v.shape for v in current]]
         look = seen.wrapped(layout_of(sig, outer, has, shapes, [y.shape for y in returned]))

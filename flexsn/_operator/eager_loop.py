@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._capture.signature import Signature, broadcasts, check_returns, check_values, loop_shape, noting_default_states, state_mismatch
 from .._ir.graph import HALF
-from ..errors import OperandMutationError, ReturnTypeError
+from ..errors import OperandMutationError, ReturnTypeError, ShapeMismatchError
 from .call import upcast
 
 
@@ -110,9 +110,12 @@ def _first_step(
         try:
             with noting_default_states(sig, states if first is None else None, step[0].dtype):
                 returned = check_returns(sig, core(*step, *current, *params), num_outputs)
-        except RuntimeError:
+        except RuntimeError as error:
             if misfit is not None:
-                raise misfit from None
+                raise ShapeMismatchError(
+                    f"{misfit.reason}, and the core does not take them so: {error}", core=sig.core,
+                    hint=f"Beside a value `[..., N]`, one of each neuron is `x.unsqueeze(-1)`. {misfit.hint or ''}".rstrip(),
+                ) from error  # fmt: skip
             if first is not None:  # it took zeros, but not the shape that it returned for them
                 _check_shapes(sig, *first, states)
             raise

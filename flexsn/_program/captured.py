@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .._capture.linearity import nonlinear, of_a_users_backward
 from .._capture.signature import Signature, broadcasts, noting_default_states, state_mismatch, step_shape
 from .._capture.trace import Meta, Trace, trace
 from .._ir.graph import HALF
-from .._torch.tensors import broadcast_shapes
+from .._torch.tensors import broadcast_shapes, promoted_dtype
 from ..errors import CannotFuseError, CoreError, NotElementwiseError, RandomOpError, UnsupportedOpError
 from .lowered import LoweredStep, LoweredVjp, lower_step, lower_vjp
 from .pairs import refuse_complex
@@ -264,10 +264,17 @@ def _check_promotion(record: Record, sig: Signature, seen: Sequence[Meta], compu
 
 
 def _dtypes(recorded: Trace) -> list[torch.dtype]:
-    """Return the dtypes of all values that are computed, in order, without what only moves them."""
+    """Return the dtypes in which all values are computed, in order, without what only moves them."""
     moves = ("aten::expand", "aten::view", "aten::detach", "aten::alias", "aten::full")
     nodes = [n for n in recorded.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
-    return [n.meta["val"].dtype for n in nodes if getattr(getattr(n.target, "_schema", None), "name", "") not in moves]
+    return [_computed_in(n) for n in nodes if getattr(getattr(n.target, "_schema", None), "name", "") not in moves]
+
+
+def _computed_in(node: fx.Node) -> torch.dtype:
+    """Return the dtype of a value; of a comparison, which gives bools, that in which its operands are compared."""
+    operands = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args if isinstance(a, (fx.Node, bool, int, float))]
+    dtype = node.meta["val"].dtype
+    return promoted_dtype(operands, to_float=False) if dtype is torch.bool and operands else dtype
 
 
 def _free_dims(

@@ -50,8 +50,8 @@ class InnerLayout(PartsLayout):
         return over_parts
 
 
-def inner_dims(shapes: Sequence[tuple[int, ...]], most: float = MOST) -> Iterator[tuple[int, list[bool]]]:
-    """Return, for each way in which the last dim of inputs and states may be an inner one of at most `most` values, how many dims stand
+def inner_dims(shapes: Sequence[tuple[int, ...]], least: int = 1, most: float = MOST) -> Iterator[tuple[int, list[bool]]]:
+    """Return, for each way in which the last dim of inputs and states may be an inner one of `least` to `most` values, how many dims stand
     before it, and which of them have it: where all shapes broadcast, all, as `[B, H, 1]` and `[B, H, N]`; else, or then too, those of the
     most dims, as `[B, H, N]` beside `[B, H]`.
 
@@ -61,8 +61,8 @@ def inner_dims(shapes: Sequence[tuple[int, ...]], most: float = MOST) -> Iterato
     ranks = max(map(len, shapes))
     for has in dict.fromkeys((tuple(len(s) > 0 for s in shapes), tuple(len(s) == ranks for s in shapes))) if ranks > 1 else ():
         outer = [s[:-1] if h else s for s, h in zip(shapes, has, strict=True)]
-        inner = {s[-1] for s, h in zip(shapes, has, strict=True) if h}
-        if len(inner - {1}) <= 1 and max(inner) <= most and _broadcast(outer):
+        inner = [s[-1] for s, h in zip(shapes, has, strict=True) if h]
+        if least <= min(inner) and max(inner) <= most and _broadcast(outer):
             yield ranks - 1, list(has)
 
 

@@ -207,7 +207,8 @@ def _of_inner(dynamo: Any, tx: Any, args: Sequence[Any], misfit: ShapeMismatchEr
     *_, backend, strict = map(_constant, args[5:])
     if backend != "auto" or strict or _without_kernel(tx) == EAGER:
         return dynamo.VariableTracker.build(tx, PARTS)
-    warn_once(SCAN, misfit)
+    why = "has values with an inner dim, whose kernel runs between compiled parts: here there are no gradients, for which it would pay"
+    warn_once(SCAN, NotElementwiseError(why, core=misfit.core))
     return _loop(dynamo, tx, args[:7])
 
 

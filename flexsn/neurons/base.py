@@ -169,17 +169,21 @@ class Neuron(FlexSN):
     def state_names(self) -> tuple[str, ...]:
         return positional_names(type(self).step)[0][self.num_inputs : self.num_inputs + self.num_states]
 
-    def rest(self, *shape: int) -> list[Tensor]:
+    def rest(self, *shape: int | Sequence[int]) -> list[Tensor]:
         """Return the states that calls after `reset()` start from, for steps `[*shape]`: where the neuron rests, or what `initial_states`
         says (a function of the inputs is given zeros).
+
+        Args:
+            shape: of one step, as sizes or as one sequence of them: `rest(32, 128)`, `rest(x.shape[1:])`.
 
         Returns:
             One tensor `[*shape]` per state, in the order of `state_names`, in the dtype and on the device of the neuron's own tensors.
         """
+        sizes = torch.Size(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)  # type: ignore[arg-type]
         own = next(itertools.chain(self.parameters(), self.buffers()), None)
-        x = (torch.zeros if own is None else own.new_zeros)(shape if self.step_mode == "s" else (1, *shape))
+        x = (torch.zeros if own is None else own.new_zeros)(sizes if self.step_mode == "s" else (1, *sizes))
         starts, dtype = self.start_states(*[x] * self.num_inputs), self.start_dtype(x)
-        return [x.new_zeros(shape, dtype=dtype) if v is None else v.expand(shape).clone() for v in starts]
+        return [x.new_zeros(sizes, dtype=dtype) if v is None else v.expand(sizes).clone() for v in starts]
 
     def start_states(self, *inputs: Tensor) -> list[Tensor | None]:
         if self.initial_states is not None:

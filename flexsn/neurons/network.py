@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
@@ -43,10 +45,12 @@ def set_states(model: nn.Module, states: dict[str, list[Tensor]]) -> None:
     """Have every `FlexSN` in `model` go on from what `get_states` returned; those that it lacks start anew.
 
     Raises:
-        ArgumentError: a name is that of no `FlexSN` of the model.
+        ArgumentError: not what `get_states` returns, or a name is that of no `FlexSN` of the model.
         OperandCountError: a neuron has another number of states.
     """
     named = _by_name(model)
+    if not isinstance(states, Mapping):
+        raise ArgumentError(f"states are {type(states).__name__}, not a dict", hint="By name, as `get_states` returns them.")
     if unknown := sorted(states.keys() - named.keys()):
         raise ArgumentError(f"the model has no neuron {unknown}", hint=f"Its neurons are {sorted(named)}.")
     for name, neuron in named.items():

@@ -601,6 +601,7 @@ def test_a_call_from_rest_is_the_first_call(name):
 def test_rest_is_where_the_neuron_starts():
     (v,) = flexsn.LIF(v_leak=-65.0).rest()
     assert v.shape == () and v == -65.0 and v.dtype == torch.float32
+    assert all(torch.equal(a, torch.zeros(3, 2)) for shape in ([3, 2], (3, 2), torch.Size([3, 2])) for a in flexsn.LIF().rest(shape))
     (v,) = flexsn.LIF(v_leak=torch.tensor([1.0, 2.0]), per_channel=2, learn="v_leak").double().rest(3, 2, 4)
     assert v.shape == (3, 2, 4) and v.dtype == torch.float64 and v.requires_grad and v[0, :, 0].tolist() == [1.0, 2.0]
     v, a = flexsn.ALIF(initial_states=[0.5, None]).rest(3)

@@ -134,6 +134,50 @@ def test_captured_tensors_and_an_input_with_the_dim():
     check(core, [x], [d], captured={"weight": weight, "gate": gate}, exact=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_of_other_dtypes(dtype):
+    """A weight `[N]` has dims, as what it meets has: the wider dtype is that of the result, and of a comparison."""
+    weight = torch.tensor([0.1, 0.2, 0.3], dtype=dtype)
+
+    def core(x, d):
+        d = d * 0.5 + x.unsqueeze(-1) * (weight * 0.5).to(d.dtype)
+        above = torch.where(d > weight, d * 0.5, d * 2.0)
+        return (above * weight).sum(-1).to(x.dtype), d
+
+    x = torch.zeros(3, 2, 5)
+    x[0] = 1.0
+    check(core, [x], [torch.tensor([0.1, 0.2, 0.3]).expand(2, 5, 3).contiguous()], exact=False)
+
+
+def test_thresholds_of_another_dtype():
+    """0.1 in float32 is more than 0.1 in float64, in which eager compares."""
+    theta = torch.tensor([0.1, 0.2, 0.3], dtype=DOUBLE)
+    d = theta.float().expand(2, 5, 3).contiguous()
+    check(lambda x, d: ((d > theta).to(x.dtype).sum(-1) + x, d), [torch.zeros(3, 2, 5)], [d])
+    check(lambda x, d: ((d < 300).sum(-1) + (d < torch.full((3,), 300)).sum(-1) + x, d), [torch.zeros(3, 2, 5)], [d.to(torch.int8)])
+
+
+@pytest.mark.parametrize(
+    "op", [torch.minimum, torch.fmax, torch.copysign, lambda a, b: a.lerp(b, b.sigmoid()), lambda a, b: torch.addcdiv(a, a, b * b + 1)]
+)
+def test_ops_whose_backward_writes_in_place(op):
+    def core(x, d):
+        d = op(d, x.unsqueeze(-1) * d.roll(1, -1))
+        return d.sum(-1), d
+
+    check(core, [torch.randn(3, 2, 5, dtype=DOUBLE)], [torch.randn(2, 5, 3, dtype=DOUBLE)], exact=False)
+
+
+def test_two_kinds_of_branches():
+    """Of different number."""
+
+    def core(x, a, b):
+        a, b = a * 0.5 + x.unsqueeze(-1), b * 0.25 + x.unsqueeze(-1) * 2
+        return a.sum(-1) * b.mean(-1), a, b
+
+    check(core, [torch.randn(4, 2, 5, dtype=DOUBLE)], [torch.randn(2, 5, 3, dtype=DOUBLE), torch.randn(2, 5, 2, dtype=DOUBLE)], exact=False)
+
+
 def test_second_derivatives():
     x, states, params = operands(shares, 3, T=3)
 
@@ -201,7 +245,7 @@ def unaligned(x, d):
         (softly, 3, "takes `sum` and `mean`"),
         (unaligned, 2, r"Give it the dim: `v.unsqueeze\(-1\)`"),
         (lambda x, d: ((x.unsqueeze(-1) + d).sum(0), d), 3, "`sum` is not elementwise"),
-        (lambda x, d: ((x.unsqueeze(-1) + d).sum(-1), d), MOST + 1, f"sum over a last dim of at most {MOST}"),
+        (lambda x, d: ((x.unsqueeze(-1) + d).sum(-1), d), MOST + 1, f"sum over a last dim of 1 to {MOST}"),
     ],
 )
 def test_refusals(core, n, says):
@@ -240,6 +284,22 @@ def test_shapes_that_do_not_fit():
         flexsn.scan(dendrites, [torch.randn(4, 3, 2)], [torch.zeros(5, 2, 3), torch.zeros(3, 2)], [torch.rand(3)])
     with pytest.raises(ShapeMismatchError, match="do not broadcast"):  # the core takes `v` as it takes `x`
         flexsn.scan(lambda x, v: (x + v, x + v), [torch.randn(4, 3, 2)], [torch.zeros(3)])
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpp", "torch"])
+@pytest.mark.parametrize(
+    ("core", "error", "says"),
+    [
+        (lambda x, d: (undefined, d), NameError, "undefined"),  # noqa: F821
+        (lambda x, d: (x.unsqeeze(-1), d), AttributeError, "unsqeeze"),
+        (lambda x, d: (d + x, d), ShapeMismatchError, r"The size of tensor a \(3\)(.|\n)*x.unsqueeze\(-1\)"),
+        (lambda x, d: (x, d.sum(-1)), flexsn.errors.StateMismatchError, "state `d` goes in as"),
+    ],
+    ids=["name", "attribute", "sizes", "state"],
+)
+def test_mistakes_are_named(core, error, says, backend):
+    with pytest.raises(error, match=says):
+        flexsn.scan(core, [torch.randn(4, 2, 5)], [torch.zeros(2, 5, 3)], backend=backend)
 
 
 def test_explain():

@@ -58,6 +58,22 @@ def test_an_input_without_dims_that_gives_way_in_type_promotion():
     check(lambda a, b: a * b, [torch.randn(2), torch.randn(2, 5)])
 
 
+def test_a_comparison_with_an_input_without_dims():
+    """Its result has one dtype either way, and is another: in eager float32 0.1 is compared with 0.1 rounded to float32."""
+    thresholds, rows = torch.full((2,), 0.1, dtype=torch.float64), torch.full((2, 5), 0.1)
+
+    def core(x, y):
+        return torch.where(x > y, x * 2, x * 0.5)
+
+    with pytest.raises(UnsupportedOpError, match="other dtypes on an operand without dims"):
+        flexsn.scan(core, [rows, thresholds], backend=NATIVE)
+    with pytest.warns(flexsn.errors.FallbackWarning):
+        got = flexsn.scan(core, [rows, thresholds]).outputs[0]
+    assert got.equal(rows * 0.5)
+    check(core, [rows, thresholds.float()])
+    check(lambda x, y, v: (x > y.to(x.dtype), v * 0.5 + x), [rows, thresholds], [torch.zeros(5)])
+
+
 def test_values_beside_a_step_without_elements():
     empty, full = torch.randn(3, 2, 0), torch.randn(3, 2, 1)
     with pytest.raises(UnsupportedOpError, match="has no elements"):
