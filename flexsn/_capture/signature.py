@@ -222,6 +222,8 @@ def loop_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple
         return step_shape(sig, shapes), None
     except ShapeMismatchError as error:
         most = max(map(len, shapes))
+        if all(len(s) in (0, most) for s in shapes):
+            raise
         try:
             return tuple(torch.broadcast_shapes(*[s[:-1] if len(s) == most else s for s in shapes])), error
         except RuntimeError:
