@@ -169,17 +169,14 @@ class Neuron(FlexSN):
     def state_names(self) -> tuple[str, ...]:
         return positional_names(type(self).step)[0][self.num_inputs : self.num_inputs + self.num_states]
 
-    def rest(self, *shape: int | Sequence[int]) -> list[Tensor]:
-        """Return the states that calls after `reset()` start from, for steps `[*shape]`: where the neuron rests, or what `initial_states`
-        says (a function of the inputs is given zeros).
-
-        Args:
-            shape: of one step, as sizes or as one sequence of them: `rest(32, 128)`, `rest(x.shape[1:])`.
+    def rest(self, *shape: Any) -> list[Tensor]:
+        """Return the states that calls after `reset()` start from, for steps `[*shape]` (sizes, or a sequence of them): where the neuron
+        rests, or what `initial_states` says (a function of the inputs is given zeros).
 
         Returns:
             One tensor `[*shape]` per state, in the order of `state_names`, in the dtype and on the device of the neuron's own tensors.
         """
-        sizes = torch.Size(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)  # type: ignore[arg-type]
+        sizes = torch.Size(shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape)
         own = next(itertools.chain(self.parameters(), self.buffers()), None)
         x = (torch.zeros if own is None else own.new_zeros)(sizes if self.step_mode == "s" else (1, *sizes))
         starts, dtype = self.start_states(*[x] * self.num_inputs), self.start_dtype(x)
