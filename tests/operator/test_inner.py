@@ -168,6 +168,10 @@ def test_ops_whose_backward_writes_in_place(op):
     check(core, [torch.randn(3, 2, 5, dtype=DOUBLE)], [torch.randn(2, 5, 3, dtype=DOUBLE)], exact=False)
 
 
+def test_an_output_of_fewer_values():
+    check(lambda x, v: (x[..., 1:] - x[..., :-1], v + x), [torch.randn(5, 4, 3, dtype=DOUBLE)], [torch.zeros(4, 3, dtype=DOUBLE)])
+
+
 def test_two_kinds_of_branches():
     """Of different number."""
 
