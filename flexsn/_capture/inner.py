@@ -4,7 +4,7 @@ A core adds the values along its last dim itself (`d.sum(-1)`, with N up to 64).
 written one state for each: elementwise ops go value by value, `sum` and `mean` over the last dim are chains of adds from the first value
 to the last, and what picks, joins or shifts values there costs nothing. So every later stage sees ordinary, elementwise steps.
 
-A value keeps its tensor of the whole shape, which PyTorch's fake kernels compute, and the tensors of its parts beside it (`planes`).
+A value keeps its tensor of the whole shape, which PyTorch's fake kernels compute, and the tensors of its parts beside it (`parts`).
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _HINT = (
 )
 _ALIGNS = "Give it the dim: `v.unsqueeze(-1)`."
 
-Planes = tuple[Tensor, ...]
+Parts = tuple[Tensor, ...]
 
 
 class Inner:
     """The values with an inner dim of one recording.
 
     Attributes:
-        planes: the parts of a value, by the `id` of its tensor, which is kept so that its id stays its own.
+        parts: those of a value, by the `id` of its tensor, which is kept so that its id stays its own.
     """
 
     def __init__(self, recorder: Any):
         self.recorder = recorder
-        self.planes: dict[int, tuple[Tensor, Planes]] = {}
-        self._split: dict[fx.Node, Planes] = {}  # of tensors that do not depend on time
+        self.parts: dict[int, tuple[Tensor, Parts]] = {}
+        self._split: dict[fx.Node, Parts] = {}  # of tensors that do not depend on time
 
-    def of(self, tensor: Any) -> Planes | None:
+    def of(self, tensor: Any) -> Parts | None:
         """Return the parts of a value with an inner dim; None of any other."""
-        return self.planes.get(id(tensor), (None, None))[1]
+        return self.parts.get(id(tensor), (None, None))[1]
 
     def takes(self, func: Any, tensors: Sequence[Tensor]) -> bool:
         """Whether an op is on values with an inner dim, or makes one of values of every neuron."""
-        if any(id(t) in self.planes for t in tensors):
+        if any(id(t) in self.parts for t in tensors):
             return True
         return func._schema.name in _MAKES and any(self.recorder.node_of(t).meta["kind"] == "step" for t in tensors)
 
@@ -69,7 +69,7 @@ class Inner:
         name = func._schema.name
         if func._schema.is_mutable:
             if self.recorder.in_backward and (new := functional_overload(func)) is not None:  # PyTorch's own, into what it made
-                self.planes[id(args[0])] = args[0], self._parts(self._op(new, args, kwargs))
+                self.parts[id(args[0])] = args[0], self._parts(self._op(new, args, kwargs))
                 return args[0]
             raise InPlaceError(
                 f"`{op_name(func)}` writes into a tensor with an inner dim", core=self.recorder.sig.core, line=self.recorder.line(),
@@ -98,12 +98,12 @@ class Inner:
             return found
         if any((*p.shape, len(found)) != tuple(val.shape) or p.dtype != val.dtype for p in found):
             raise self.refusal(func)
-        self.planes[id(val)] = val, tuple(found)
+        self.parts[id(val)] = val, tuple(found)
         return val
 
     def _plainly(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Write down, as ever, an op that makes no inner dim of values without one, or is on its way to the gradient of a param."""
-        if any(id(a) in self.planes for a in _flat(args)):
+        if any(id(a) in self.parts for a in _flat(args)):
             if not (self.recorder.in_backward and func._schema.name in LINEAR):
                 raise self.refusal(func)
             args = self._mapped(args, self.whole)
@@ -118,7 +118,7 @@ class Inner:
         parts = self.of(tensor)
         return tensor if parts is None else self._joined(parts)
 
-    def _joined(self, parts: Planes) -> Tensor:
+    def _joined(self, parts: Parts) -> Tensor:
         nodes = [self.recorder.node_of(p) for p in parts]
         return self.recorder.add(aten.stack.default, (list(parts), -1), {}, "reduced", nodes)
 
@@ -134,7 +134,7 @@ class Inner:
         """Return a tensor of its own with this value: autograd makes one result of an op of it."""
         return self._op(aten.alias.default, (part,))
 
-    def _parts(self, tensor: Tensor, func: Any = None) -> Planes:
+    def _parts(self, tensor: Tensor, func: Any = None) -> Parts:
         """Return the parts of an argument; of one that has the same for all of them, one.
 
         Raises:
@@ -167,7 +167,7 @@ class Inner:
         return list(zip(*done, strict=True)) if isinstance(done[0], (tuple, list)) else done
 
     # --- over the inner dim -------------------------------------------------------------------------------------------------
-    def _total(self, parts: Planes, dtype: torch.dtype) -> Tensor:
+    def _total(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """Return the sum of the parts, added from the first to the last, 16-bit floats in float32."""
         wide = torch.float32 if dtype in HALF else dtype
         first, *others = [p if p.dtype == wide else self._op(aten._to_copy.default, (p,), {"dtype": wide}) for p in parts]
