@@ -33,6 +33,7 @@ LAYOUT = {
     "aten::contiguous", "aten::squeeze", "aten::flatten", "aten::positive", "aten::lift",
 }  # fmt: skip
 _OWN: dict[Any, Callable[..., Any]] = {}
+_COMPOSITE = {aten.to, aten.__and__, aten.__or__, aten.__xor__}  # not in PyTorch's table, whose import takes most of a second
 
 
 def _own(*overloads: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -83,6 +84,11 @@ def _heaviside(x: Tensor, values: Tensor) -> Tensor:
     return torch.where(x == 0, values, (x > 0).to(values.dtype))
 
 
+@_own("isinf.default")
+def _isinf(x: Tensor) -> Tensor:
+    return torch.abs(x) == math.inf if x.is_floating_point() else torch.zeros_like(x, dtype=torch.bool)
+
+
 @_own("logaddexp.default")
 def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
     larger = torch.maximum(x, y)
@@ -111,6 +117,47 @@ def _round(x: Tensor, *, decimals: int) -> Tensor:
     return torch.round(x * scale) / scale if decimals > 0 else torch.round(x / scale) * scale
 
 
+@_own("elu.default")
+def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
+    return torch.where(x > 0, scale * x, (alpha * scale) * torch.expm1(x * input_scale))
+
+
+@_own("celu.default")
+def _celu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    return torch.where(x > 0, x, alpha * torch.expm1(x / alpha))
+
+
+@_own("leaky_relu.default")
+def _leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
+    return torch.where(x > 0, x, x * negative_slope)
+
+
+@_own("softplus.default")
+def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    scaled = x * beta
+    return torch.where(scaled > threshold, x, torch.log1p(torch.exp(scaled)) / beta)
+
+
+@_own("silu.default")
+def _silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+@_own("mish.default")
+def _mish(x: Tensor) -> Tensor:
+    return x * torch.tanh(_softplus(x))
+
+
+@_own("hardsigmoid.default")
+def _hardsigmoid(x: Tensor) -> Tensor:
+    return torch.clamp(x + 3, 0, 6) / 6
+
+
+@_own("hardswish.default")
+def _hardswish(x: Tensor) -> Tensor:
+    return x * torch.clamp(x + 3, 0, 6) / 6
+
+
 @_own("hardshrink.default")
 def _hardshrink(x: Tensor, lambd: float = 0.5) -> Tensor:
     return torch.where((x >= -lambd) & (x <= lambd), 0.0, x)
@@ -134,6 +181,22 @@ def _hardtanh_backward(grad: Tensor, x: Tensor, min_val: float, max_val: float) 
 @_own("hardswish_backward.default")
 def _hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.where(x <= -3, 0.0, torch.where(x >= 3, grad, grad * (x / 3 + 0.5)))
+
+
+@_own("hardsigmoid_backward.default")
+def _hardsigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.where((x > -3) & (x < 3), grad * (1 / 6), 0.0)
+
+
+@_own("leaky_relu_backward.default")
+def _leaky_relu_backward(grad: Tensor, x: Tensor, negative_slope: float, self_is_result: bool) -> Tensor:
+    return torch.where(x > 0, grad, grad * negative_slope)
+
+
+@_own("softplus_backward.default")
+def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -> Tensor:
+    grown = torch.exp(x * beta)
+    return torch.where(x * beta > threshold, grad, grad * grown / (grown + 1))
 
 
 @_own("elu_backward.default")
@@ -241,9 +304,11 @@ def _steps(x: Tensor, per_step: Any, zero_point: Any, low: int, high: int) -> tu
 
 @functools.cache
 def decomposition(func: Any) -> Callable[..., Any] | None:
-    """How PyTorch writes `func` in terms of other ops, if it does."""
+    """How `func` is written in terms of other ops: here, or by PyTorch, if it is."""
     if func in _OWN:
         return _OWN[func]
+    if func.overloadpacket in _COMPOSITE:
+        return func.decompose
     table = decomposition_table()
     if func in table:
         return table[func]

@@ -1,4 +1,4 @@
-"""The command line: `flexsn explain | bench | doctor | cache | completion`, also as `python -m flexsn`."""
+"""The command line: `flexsn explain | bench | doctor | cache`, also as `python -m flexsn`."""
 
 from .main import main
 

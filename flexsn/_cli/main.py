@@ -14,7 +14,6 @@ from ..errors import FlexSNError
 from .bench import add_bench
 from .build import add_build
 from .cache import add_cache
-from .completion import add_completion
 from .doctor import add_doctor
 from .explain import add_explain
 from .outcome import USAGE, Outcome, UsageError
@@ -38,7 +37,6 @@ def make_parser() -> argparse.ArgumentParser:
     for add in (add_explain, add_bench, add_build, add_doctor, add_cache):
         for command in add(commands):
             command.add_argument("--json", action="store_true", help="print JSON instead of text")
-    add_completion(commands, make_parser)
     return parser
 
 

@@ -34,6 +34,10 @@ def trained(what, call, leaves):
 lif = flexsn.LIF(tau=torch.nn.Parameter(torch.tensor(2.0)))
 trained("a learned tau", lambda: lif(x), lif.parameters())
 trained("a closure", lambda: flexsn.scan(lambda x, v: (torch.sigmoid(v) * weight, (v + x).clamp(-1.0, 1.0)), [x], [None]).outputs[0], [weight, x])
+for name in ("softplus elu silu leaky_relu mish celu selu hardsigmoid hardswish hardtanh relu6 gelu logsigmoid softsign tanhshrink "
+             "hardshrink softshrink").split():
+    bent = getattr(torch.nn.functional, name)
+    trained(name, lambda: flexsn.scan(lambda x, v: (s := v * 0.9 + bent(x), s), [x], [None]).outputs[0], [x])
 with torch.no_grad():
     flexsn.LIF()(x)
 assert HEAVY.isdisjoint(sys.modules), "inference"

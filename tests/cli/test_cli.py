@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -316,7 +315,7 @@ def test_peers_run():
     assert torch.equal(found["spikingjelly"].run(x), want)  # the same equations
 
 
-# --- completion ----------------------------------------------------------------------------------------------------------------------
+# --- every command ----------------------------------------------------------------------------------------------------------------------
 def commands_of(parser):
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -330,45 +329,14 @@ def leaves():
 
 
 def test_json_everywhere():
-    assert leaves().keys() == {"explain", "bench", "build", "doctor", "info", "clear", "completion"}
+    assert leaves().keys() == {"explain", "bench", "build", "doctor", "info", "clear"}
     for name, parser in leaves().items():
         assert any("--json" in action.option_strings for action in parser._actions), name
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts_have_every_word(run, shell):
-    code, out, _ = run("completion", shell)
-    assert code == 0 and json.loads(run("completion", shell, "--json")[1]) == {"shell": shell, "script": out.removesuffix("\n")}
-    for name, parser in leaves().items():
-        for option in (o for action in parser._actions for o in action.option_strings if o.startswith("--")):
-            assert (option if shell != "fish" else f"-l {option[2:]}") in out, (name, option)
-    if shutil.which(shell):
-        subprocess.run([shell, "-n"], input=out, text=True, check=True, capture_output=True)  # its syntax
-
-
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (("",), {"explain", "bench", "build", "doctor", "cache", "completion", "--version", "--help", "-h"}),
-        (("ca",), {"cache"}),
-        (("cache", "cl"), {"clear"}),
-        (("cache", "clear", "--d"), {"--dry-run"}),
-        (("explain", "m:core", "--backend", "c"), {"cpp"}),
-        (("explain", "m:core", "--html", ""), set()),  # left to the shell: a file
-        (("completion", "b"), {"bash"}),
-    ],
-)
-def test_bash_completes(run, words, offered):
-    script = run("completion", "bash")[1]
-    listed = " ".join(f"'{w}'" for w in ("flexsn", *words))
-    script += f"\nCOMP_WORDS=({listed}); COMP_CWORD={len(words)}; _flexsn; printf '%s\\n' \"${{COMPREPLY[@]}}\"\n"
-    done = subprocess.run(["bash"], input=script, text=True, check=True, capture_output=True)
-    assert set(done.stdout.split()) == offered and done.stderr == ""
-
-
 # --- from a shell --------------------------------------------------------------------------------------------------------------------
 def test_as_a_module_into_a_closed_pipe():
-    words = [sys.executable, "-m", "flexsn", "completion", "bash"]
+    words = [sys.executable, "-m", "flexsn", "doctor"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         process.stdout.close()  # long before anything is printed
         assert process.stderr.read() == "" and process.wait() == 0

@@ -260,10 +260,10 @@ def test_command_lines_parse():
 
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "cli.md").read_text(), flags=re.DOTALL)
     lines = re.findall(r"flexsn ([a-z][^>\n)]*)", "\n".join(blocks))
-    assert len(lines) == 15
+    assert len(lines) == 12
     for line in lines:
         assert callable(make_parser().parse_args(line.strip().strip('"').split()).run), line
-    assert {line.split()[0] for line in lines} == {"explain", "bench", "build", "doctor", "cache", "completion"}
+    assert {line.split()[0] for line in lines} == {"explain", "bench", "build", "doctor", "cache"}
 
 
 def test_pictures_snippets_run(tmp_path, monkeypatch):
