@@ -225,7 +225,7 @@ def loop_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple
         if all(len(s) in (0, most) for s in shapes):
             raise
         try:
-            return tuple(torch.broadcast_shapes(*[s[:-1] if len(s) == most else s for s in shapes])), error
+            return tuple(broadcast_shapes(*[s[:-1] if len(s) == most else s for s in shapes])), error
         except RuntimeError:
             raise error from None
 

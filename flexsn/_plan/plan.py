@@ -207,9 +207,10 @@ _UNROLLED = 160, 320  # ops of a step, unrolled, with a backward (about three ti
 
 
 def chunk_in_registers(num_inputs: int, num_states: int, ops: int, itemsize: int, checkpoint: bool) -> int:
-    """Return the steps of a chunk, for kernels that keep a chunk in registers: a power of two, 16 for a LIF."""
-    length = 16
-    while length > 2 and length * ops * max(4, itemsize) // 4 > _UNROLLED[not checkpoint]:
+    """Return the steps of a chunk, for kernels that keep a chunk in registers: a power of two, 16 for a LIF; 1, so that the backward
+    computes no states again, where two steps of it compile for longer than five seconds."""
+    length, least = 16, 1 if checkpoint and ops > 2 * _UNROLLED[0] else 2
+    while length > least and length * ops * max(4, itemsize) // 4 > _UNROLLED[not checkpoint]:
         length //= 2
     return length
 

@@ -6,8 +6,8 @@ A core that adds over its last dim (`d.sum(-1)`, N up to 64) is no elementwise s
 Parts lie one after the other in memory, so a call copies what has the dim, once: states at little cost, a whole input sequence at that of
 another pass over it.
 
-What it gains: a training step of dendrites of 8 and 64 branches (T = 200, 32 x 128 neurons) takes 16.4 and 2.3 times less time than the
-eager loop on two CPU cores, 48.8 and 21.6 times less on an H100 (`python benchmarks/inner.py`, 2026-11-26).
+What it gains: a training step of dendrites of 8 and 64 branches (T = 200, 32 x 128 neurons) takes 14 and 3.4 times less time than the
+eager loop on two CPU cores, 47 and 19 times less on an H100 (`python benchmarks/inner.py`, 2026-11-27).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from .._capture.inner import MOST, Inner
 from .._capture.signature import Signature
 from .._capture.trace import recording
+from .._torch.tensors import broadcast_shapes
 from ..errors import UnsupportedOpError
 from .parts import PartsLayout
 
@@ -68,7 +69,7 @@ def inner_dims(shapes: Sequence[tuple[int, ...]], least: int = 1, most: float = 
 
 def _broadcast(shapes: Sequence[tuple[int, ...]]) -> bool:
     try:
-        torch.broadcast_shapes(*shapes)
+        broadcast_shapes(*shapes)
     except RuntimeError:
         return False
     return True

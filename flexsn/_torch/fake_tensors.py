@@ -54,7 +54,10 @@ def fake_errors_unlogged() -> Iterator[None]:
 
 _UNTAGGED = frozenset("_to_copy empty_like floor_divide full_like masked_fill ones_like rsub where zeros_like".split())  # elementwise, too
 _SHAPE_AT = {"full": 0, "ones": 0, "zeros": 0, "new_empty": 1, "new_full": 1, "new_ones": 1, "new_zeros": 1}
-_IN_CPP = frozenset("alias detach empty empty_strided expand permute squeeze t transpose unsqueeze view".split())  # their meta kernels
+_IN_CPP = frozenset({  # their meta kernels
+    "alias", "detach", "empty", "empty_strided", "expand", "permute", "select", "select_backward", "slice", "slice_backward", "squeeze",
+    "t", "transpose", "unbind", "unsqueeze", "view", "view_as_complex", "view_as_real",
+})  # fmt: skip
 
 
 class LightFakeMode(FakeTensorMode):
@@ -110,7 +113,8 @@ class LightFakeMode(FakeTensorMode):
             return args[0].device
         if func is torch.ops.aten.can_cast.default:
             return func(*args)
-        name, tensors = func._schema.name.removeprefix("aten::"), [a for a in args if isinstance(a, torch.Tensor)]
+        name = func._schema.name.removeprefix("aten::")
+        tensors = [a for a in (args[0] if name == "stack" else args) if isinstance(a, torch.Tensor)]
         devices = {t.device for t in tensors}
         device = kwargs.get("device") or next(iter(devices), torch.device("cpu"))
         plain = all(isinstance(t, FakeTensor) for t in tensors) and not any(isinstance(v, torch.Tensor) for v in kwargs.values())
@@ -119,11 +123,12 @@ class LightFakeMode(FakeTensorMode):
         if name in _IN_CPP:
             with in_kernel_invocation_manager(self):
                 made = func(*args, **kwargs | ({} if tensors else {"device": "meta"}))
-            return made if isinstance(made, FakeTensor) else FakeTensor(self, made, device)
+            faked = [m if isinstance(m, FakeTensor) else FakeTensor(self, m, device) for m in (made if isinstance(made, list) else [made])]
+            return faked if isinstance(made, list) else faked[0]
         shape = _shape(func, name, args, tensors)
-        if shape is None or not all(t.is_contiguous() for t in tensors) or kwargs.get("layout") not in (None, torch.strided):
+        if shape is None or not all(map(_in_order, tensors)) or kwargs.get("layout") not in (None, torch.strided):
             return NotImplemented
-        given = [torch.ones([0] * a.dim(), dtype=a.dtype, device="cpu") if isinstance(a, torch.Tensor) else a for a in args]
+        given = [list(map(_empty, a)) if name == "stack" and a is args[0] else _empty(a) for a in args]
         if name in _SHAPE_AT:
             given[_SHAPE_AT[name]] = [0]
         empty = func(*given, **kwargs | ({"device": "cpu"} if "device" in kwargs else {}))
@@ -132,11 +137,25 @@ class LightFakeMode(FakeTensorMode):
         return tuple(made) if isinstance(empty, tuple) else made[0]
 
 
+def _empty(arg: Any) -> Any:
+    """Return a CPU tensor without elements for a fake one; anything else as it is."""
+    return torch.ones([0] * arg.dim(), dtype=arg.dtype, device="cpu") if isinstance(arg, torch.Tensor) else arg
+
+
+def _in_order(tensor: torch.Tensor) -> bool:
+    """Whether strides fall from dim to dim, those of expanded dims apart: then those of an elementwise result do."""
+    strides = [stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n != 1 and stride]
+    return strides == sorted(strides, reverse=True)
+
+
 def _shape(func: Any, name: str, args: tuple, tensors: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
     """Of the result of a factory, a sum or an elementwise op; None of any other op."""
     if name in _SHAPE_AT:
         return tuple(args[_SHAPE_AT[name]])
-    if name == "sum":
+    if name == "stack":
+        at = range(tensors[0].dim() + 1)[(*args, 0)[1]]
+        return tuple([*tensors[0].shape[:at], len(tensors), *tensors[0].shape[at:]]) if len({t.shape for t in tensors}) == 1 else None
+    if name in ("sum", "mean"):
         (x, dims, keep), rank = (*args, None, False)[:3], args[0].dim()
         summed = {d % rank for d in dims or range(rank)}
         return tuple([1 if d in summed else n for d, n in enumerate(x.shape) if keep or d not in summed])

@@ -38,6 +38,9 @@ for name in ("softplus elu silu leaky_relu mish celu selu hardsigmoid hardswish 
              "hardshrink softshrink").split():
     bent = getattr(torch.nn.functional, name)
     trained(name, lambda: flexsn.scan(lambda x, v: (s := v * 0.9 + bent(x), s), [x], [None]).outputs[0], [x])
+branches = torch.rand(3, requires_grad=True)
+dendrites = lambda x, d: ((d * branches).mean(-1), d * 0.9 + x.unsqueeze(-1))
+trained("a mean over an inner dim", lambda: flexsn.scan(dendrites, [x], [torch.zeros(2, 3, 3)]).outputs[0], [x, branches])
 with torch.no_grad():
     flexsn.LIF()(x)
 assert HEAVY.isdisjoint(sys.modules), "inference"
@@ -97,6 +100,18 @@ OPS = {
     "frexp": lambda a, b: aten.frexp.Tensor(a)[1],
     "sum": lambda a, b: aten.sum.default(a),
     "sum of a dim": lambda a, b: aten.sum.dim_IntList(a, [-1]),
+    "mean of a dim": lambda a, b: aten.mean.dim(a, [-1]),
+    "select": lambda a, b: aten.select.int(a, -1, 2),
+    "slice": lambda a, b: aten.slice.Tensor(a, 1, 1, 3),
+    "select backward": lambda a, b: aten.select_backward.default(aten.select.int(a, 0, 1), [3, 4], 0, 1),
+    "slice backward": lambda a, b: aten.slice_backward.default(aten.slice.Tensor(a, 0, 1, 2), [3, 4], 0, 1, 2, 1),
+    "unbind": lambda a, b: aten.unbind.int(a, -1)[1],
+    "stack": lambda a, b: aten.stack.default([a, b], -1),
+    "stack of two dtypes": lambda a, b: aten.stack.default([a, aten._to_copy.default(b, dtype=torch.float64)]),
+    "expanded": lambda a, b: aten.div.Scalar(aten.expand.default(a, [2, 3, 4]), 3),
+    "expanded and transposed": lambda a, b: aten.mul.Tensor(aten.expand.default(a, [2, 3, 4]), aten.transpose.int(aten.expand.default(a, [2, 3, 4]), 0, 1)),
+    "a column": lambda a, b: aten.add.Tensor(aten.unsqueeze.default(aten.select.int(a, 1, 0), 1), b),
+    "a slice": lambda a, b: aten.exp.default(aten.slice.Tensor(a, 1, 1, 3)),
     "sum that keeps": lambda a, b: aten.sum.dim_IntList(a, [0], True, dtype=torch.float64),
     "copy": lambda a, b: aten._to_copy.default(a, dtype=torch.float16),
     "clone": lambda a, b: aten.clone.default(a, memory_format=torch.contiguous_format),

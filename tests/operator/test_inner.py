@@ -290,7 +290,7 @@ def test_shapes_that_do_not_fit():
         flexsn.scan(lambda x, v: (x + v, x + v), [torch.randn(4, 3, 2)], [torch.zeros(3)])
 
 
-@pytest.mark.parametrize("backend", ["auto", "cpp", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize(
     ("core", "error", "says"),
     [

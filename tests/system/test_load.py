@@ -311,12 +311,12 @@ def test_sources_of_steps_that_nobody_holds_are_dropped():
     for k in range(3):
         function = lowlevel.compile_triton_code_str(f"@triton.jit\ndef core_{k}(x):\n    return x * {k}\n", f"core_{k}")
         assert function is lowlevel.compile_triton_code_str(f"@triton.jit\ndef core_{k}(x):\n    return x * {k}\n", f"core_{k}")
-    gc.collect()  # those of before
-    before = caches()
     dead = weakref.ref(function)
+    gc.collect()
+    held = caches()["flexsn.lowlevel.source._loaded"]
     del function
     gc.collect()
-    assert dead() is None and caches()["flexsn.lowlevel.source._loaded"] == before["flexsn.lowlevel.source._loaded"] - 1
+    assert dead() is None and caches()["flexsn.lowlevel.source._loaded"] < held
 
 
 def test_reasons_that_were_said_are_bounded(monkeypatch):
