@@ -13,10 +13,14 @@ from torch import Tensor
 
 from .._capture.inner import MIXES, MOST
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
+from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues
+from .._ir.graph import HALF
 from .._program.inner import inner_dims, layout_of
 from .._program.pairs import ComplexStepError
 from .._program.parts import PartsLayout
+from .._steps.mixing import Rest, take_apart
+from .._steps.recurrence import run_mixing
 from .._runtime import fork
 from .._runtime.backends import check_backend
 from .._torch.autograd import call_modes, profiler_flag, unwrap_if_dead
@@ -36,7 +40,7 @@ from . import dtensor as sharding
 from .autograd import record, run_call
 from .eager_loop import eager_loop, first_step
 from .fallback import noting, warn_once
-from .prepare import PLAIN, prepare, refuse_freed
+from .prepare import PLAIN, prepare, refuse_freed, stand_in
 
 
 @unseen_by_dynamo
@@ -104,7 +108,7 @@ def _run_first(
     """Check a call, choose a backend, run; keep under `key` how."""
     options: dict[str, Any] = {"backend": backend, "sequences": sequences}
     known = seen.over_parts.get(key)
-    if isinstance(known, CapturedValues):
+    if isinstance(known, CapturedValues) and not (isinstance(known.wrap, Rest) and _casts()):
         return _run_over_parts(core, known, inputs, states, params, options)
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
@@ -122,7 +126,7 @@ def _run_first(
     why: Exception | None = None  # the eager loop runs, if another backend could be taken
     if backend != "torch":
         try:
-            if known is not None:
+            if isinstance(known, Exception):
                 raise copy.copy(known)
             try:
                 call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
@@ -134,9 +138,14 @@ def _run_first(
                     look, results = run_parts(
                         lambda look: _run_over_parts(core, look, *given, options), error, core, seen, sig, *given, num_outputs
                     )
-                except CannotFuseError as other:
-                    _keep(seen.over_parts, key, copy.copy(other))  # which holds no frames, as `other` does
-                    raise
+                except (CannotFuseError, ShapeMismatchError) as other:
+                    try:
+                        look = _apart_from_mixing(other, key, core, seen, sig, *given, num_outputs)
+                        results = _run_over_parts(core, look, *given, options)
+                    except CannotFuseError:
+                        if isinstance(other, CannotFuseError):
+                            _keep(seen.over_parts, key, copy.copy(other))  # which holds no frames, as `other` does
+                        raise other from None
                 _keep(seen.over_parts, key, look)
                 return results
             results = run_call(call, read_by(call, tensors, captured))
@@ -162,11 +171,45 @@ def _run_over_parts(
     options: dict[str, Any],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Run a call with complex numbers, or an inner dim, by the kernel of the core on their parts, which `look` is a look at."""
+    if isinstance(look.wrap, Rest):
+        look.signatures[len(look.wrap.inputs) + len(look.wrap.mixing), len(states), len(params)] = look.wrap.signature
+        return run_mixing(run_core, core, look, inputs, states, params, num_outputs=None, **options)
     layout: PartsLayout = look.wrap
     parts = layout.split(inputs, states)
     look.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
     finals, trail, outputs = run_core(core, look, *parts, params, strict=True, num_outputs=layout.num_outputs, **options)
     return layout.states(finals), layout.states(trail) if options["sequences"] else [], layout.outputs(outputs)
+
+
+def _apart_from_mixing(
+    error: FlexSNError, key: tuple | None, core: Callable, seen: CapturedValues, sig: Signature, inputs: Sequence[Tensor],
+    states: Sequence[Tensor | None], params: Sequence[Tensor], num_outputs: int | None,
+) -> CapturedValues:  # fmt: skip
+    """Return a look at what is left of a core without its calls that mix neurons.
+
+    Args:
+        error: why no kernel takes the whole.
+        key: None under transforms and traces, and for tensors that are not plain.
+
+    Raises:
+        CannotFuseError: why none takes the rest, or the `error`.
+    """
+    mixes = isinstance(error, ShapeMismatchError) or (isinstance(error, NotElementwiseError) and MIXES in error.reason)
+    tensors = [t for t in (*inputs, *states, *params) if t is not None]
+    if not mixes or key is None or _casts() or not inputs[0].shape[0] or any(t.dtype in HALF for t in tensors):
+        raise NotElementwiseError("mixes neurons", core=sig.core) from error
+    try:
+        _, current = first_step(seen.runnable(core), sig, inputs, states, params, num_outputs)
+    except Exception:  # whatever the core raises: the loop raises it again, where it would run
+        raise NotElementwiseError("mixes neurons", core=sig.core) from error
+    shapes = [*[(x.shape[1:], x.dtype) for x in inputs], *[(v.shape, v.dtype) for v in (*current, *params)]]
+    on_stand_ins, captured = seen.stand_ins(core, stand_in)
+    metas = [Meta(tuple(shape), dtype) for shape, dtype in shapes]
+    return seen.wrapped(take_apart(on_stand_ins, sig, metas, inputs[0].device, captured, num_outputs))
+
+
+def _casts() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 Result = TypeVar("Result")

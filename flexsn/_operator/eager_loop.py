@@ -112,9 +112,10 @@ def _first_step(
                 returned = check_returns(sig, core(*step, *current, *params), num_outputs)
         except RuntimeError as error:
             if misfit is not None:
+                inner = len({t.dim() for t in (*step, *current)}) > 1
                 raise ShapeMismatchError(
                     f"{misfit.reason}, and the core does not take them so: {error}", core=sig.core,
-                    hint=f"Beside a value `[..., N]`, one of each neuron is `x.unsqueeze(-1)`. {misfit.hint or ''}".rstrip(),
+                    hint="Beside a value `[..., N]`, one of each neuron is `x.unsqueeze(-1)`. " * inner + (misfit.hint or ""),
                 ) from error  # fmt: skip
             if first is not None:  # it took zeros, but not the shape that it returned for them
                 _check_shapes(sig, *first, states)

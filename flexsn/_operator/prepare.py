@@ -71,7 +71,7 @@ def prepare(
 
     if traced:
         return made(TracedCall, *_while_tracing(name, core, seen, sig, metas, device, captured, num_outputs, differentiable))
-    on_stand_ins, stand_ins = seen.stand_ins(core, _stand_in)
+    on_stand_ins, stand_ins = seen.stand_ins(core, stand_in)
     program, shapes = _program(name, on_stand_ins, seen, sig, metas, device, stand_ins, num_outputs, differentiable)
     if not shapes.numel and any(torch.Size(s).numel() for s in (*shapes.outputs, *shapes.states)):
         raise UnsupportedOpError(
@@ -102,7 +102,7 @@ class SourceOf:
             raise DoubleBackwardError(
                 f"is differentiated twice, and {what}", core=self.sig.core, hint="Keep it as it is until the last backward has run."
             )
-        on_stand_ins, stand_ins = seen.stand_ins(core, functools.partial(_stand_in, transformed=True))
+        on_stand_ins, stand_ins = seen.stand_ins(core, functools.partial(stand_in, transformed=True))
         return on_stand_ins.unchecked, stand_ins  # type: ignore[attr-defined]  # as `stand_ins` says
 
 
@@ -181,7 +181,7 @@ def _may_need_grad(tensor: Tensor | None, transformed: bool) -> bool:
     return tensor is not None and (tensor.requires_grad or (transformed and (tensor.is_floating_point() or tensor.is_complex())))
 
 
-def _stand_in(tensor: Tensor, transformed: bool = False) -> Tensor:
+def stand_in(tensor: Tensor, transformed: bool = False) -> Tensor:
     """Return a plain tensor of the same type, shape and dtype, a leaf of autograd."""
     if tensor.layout is not torch.strided or tensor.is_nested:  # which is refused by name where the core uses it
         return tensor
@@ -202,9 +202,9 @@ def _while_tracing(
     ins = sig.num_inputs + sig.num_states
     shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, shapes)  # which sizes must be equal
-    stand_in = functools.partial(_stand_in, transformed=transformed())  # asked before the transforms are set aside
+    make = functools.partial(stand_in, transformed=transformed())  # asked before the transforms are set aside
     with no_modes():
-        on_stand_ins, plain = seen.stand_ins(core, stand_in)
+        on_stand_ins, plain = seen.stand_ins(core, make)
         made: list[Program] = []
 
         def draw_at(sizes: Sizes) -> Blueprint:
