@@ -79,7 +79,7 @@ _IN_TEXT = {"0.0", "-0.0", "1.0", "-1.0", "inf", "-inf", "nan"}  # numbers that 
 @functools.lru_cache(256)
 def numbers(plan: KernelPlan) -> dict[Node, str]:
     """Return the constants that are arguments of a kernel, and their names there: `LIF(tau=2.0)` and `LIF(tau=3.0)` run one kernel."""
-    graphs = [g for g in (plan.step, plan.advance) if plan.numbers and g is not None and not g.written]
+    graphs = [g for g in (plan.step, plan.advance) if g is not None and not g.written] if plan.numbers else []
     taken = {n.name for g in graphs for n in [*g.nodes, *g.inputs.values()]}
     names = (name for k in itertools.count() if (name := f"k{k}") not in taken)
     used = dict.fromkeys(a for g in graphs for n in g.nodes for a in n.args if a.op == "const" and a.dtype.is_floating_point)

@@ -195,7 +195,7 @@ class Call:
     def forward(self, laid_out: Tensors) -> list[Tensor]:
         """Run all T steps; returns `results`, then what was `saved`, if the call is differentiable. Without recording gradients."""
         if self.prologue is not None:
-            params = self.prologue(self._named(laid_out))
+            params = self.prologue(self.named(laid_out))
             laid_out = [*laid_out, *map(params.__getitem__, self.launch.params)]
         written = self.launch.run(laid_out)
         found = list(map(written.__getitem__, self.places))
@@ -205,7 +205,7 @@ class Call:
             ]
         return found
 
-    def _named(self, tensors: Tensors) -> dict[str, Tensor]:
+    def named(self, tensors: Tensors) -> dict[str, Tensor]:
         """Static tensors by name; params (not captured tensors) are upcast, as the core was traced."""
         explicit, statics = self.program.sig.num_params, tensors[self.num_operands : len(self.kinds)]
         values = [t.detach() for t in statics if t is not None]  # none is absent
@@ -341,14 +341,14 @@ class Call:
                 grad = widen(grad, step, self.result_shapes[k][1], order)
             given.append(grad)
         if back.prologue is not None:
-            given += map(back.prologue(self._named(saved)).__getitem__, back.launch.params)
+            given += map(back.prologue(self.named(saved)).__getitem__, back.launch.params)
         written = [*back.launch.run(given), None]
         found = list(map(written.__getitem__, back.places))
         for k, shape, leading in back.broadcast:
             found[k] = unbroadcast(found[k], shape, leading)
         if back.epilogue is None:
             return found + [None] * len(self.statics)
-        return found + back.epilogue(self._named(saved), written)
+        return found + back.epilogue(self.named(saved), written)
 
 
 def _layout(tensor: Tensor) -> bool | tuple[int, ...]:

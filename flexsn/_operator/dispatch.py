@@ -19,10 +19,10 @@ from .._ir.graph import HALF
 from .._program.inner import inner_dims, layout_of
 from .._program.pairs import ComplexStepError
 from .._program.parts import PartsLayout
-from .._steps.mixing import Rest, take_apart
-from .._steps.recurrence import run_mixing
 from .._runtime import fork
 from .._runtime.backends import check_backend
+from .._steps.mixing import Rest, take_apart
+from .._steps.recurrence import run_mixing
 from .._torch.autograd import call_modes, profiler_flag, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active

@@ -65,9 +65,9 @@ class Kernel:
 
     def __init__(self, plan: KernelPlan, source: str, path: Path, symbol: str = "run"):
         self.plan, self.source, self.path = plan, source, path
-        self._run = _entry_point(path, self, symbol)
-        self._run.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
-        self._numbers = struct.pack(f"={len(values(plan))}d", *values(plan))
+        self.run_pointer = _entry_point(path, self, symbol)
+        self.run_pointer.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
+        self.numbers = struct.pack(f"={len(values(plan))}d", *values(plan))
         self._step_bytes = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
         self._tile = functools.lru_cache(functools.partial(tile_length, plan))
 
@@ -93,7 +93,7 @@ class Kernel:
                 addresses(arrays)  # raises for those that have elements
             for place in absent:
                 pointers.insert(place, 0)
-            if self._run(pack_pointers(*pointers), self._numbers, pack_dims(*dims), T, N, *(fixed or self.cut(T, N))):
+            if self.run_pointer(pack_pointers(*pointers), self.numbers, pack_dims(*dims), T, N, *(fixed or self.cut(T, N))):
                 raise MemoryError("flexsn: no memory for the scratch rows of a tile")
 
         return run

@@ -44,7 +44,7 @@ class Launch:
         self.strides = [strides_of(shape, len(shape) - len(step), order) for _, shape, _ in self.writes]
         arrays = zip(self.writes, self.strides, strict=True)
         self._allocators = [allocator(device, shape, strides, dtype) for (_, shape, dtype), strides in arrays]
-        self._roles, self._dims, self._device = roles, dims, device
+        self.roles, self.dims, self._device = roles, dims, device
         self._gpu = device.index if device.type == "cuda" else None
         given = {role: place for place, role in enumerate((*roles, *self.params)) if role is not None}
         self._reads = [given[a.role] for a in kernel.plan.reads if a.role in given]
@@ -66,14 +66,14 @@ class Launch:
             with torch.cuda.device(self._gpu):
                 return self.run(given, dims)
         if dims is None:
-            given, dims = self._with_indexed(given) if self.params else (given, self._dims)
+            given, dims = self.with_indexed(given) if self.params else (given, self.dims)
         arrays: list[Any] = list(map(given.__getitem__, self._reads))
         for t in arrays:  # kernels take pointers
             if t.device != self._device:
                 raise self._is_elsewhere(t)
         written = list(map(call, self._allocators))
         if self.T == 0:
-            _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self._roles, given, strict=False)))
+            _copy_over_no_time(dict(zip(self.places, written, strict=True)), dict(zip(self.roles, given, strict=False)))
         arrays += written
         if self._profiling():
             with torch.autograd.profiler.record_function(f"flexsn::{self.kernel.plan.core} {self.kernel.plan.direction}"):
@@ -85,7 +85,7 @@ class Launch:
     def fixed(self, given: Sequence[Tensor | None]) -> Callable[[Sequence[Tensor | None]], list[Tensor]] | None:
         """Return what `run` does for operands that lie in every call as these do, decided once; None where a param must be laid out anew in
         each."""
-        operands, dims = self._with_indexed(given) if self.params else (given, self._dims)
+        operands, dims = self.with_indexed(given) if self.params else (given, self.dims)
         pairs = [(a, b) for a, b in zip(given, operands, strict=True) if a is not None and b is not None]
         if any(a.device != b.device or a.data_ptr() != b.data_ptr() for a, b in pairs):
             return None
@@ -97,7 +97,7 @@ class Launch:
             core=self.kernel.plan.core, hint="Hooks of saved tensors must unpack where they packed, as those of `save_on_cpu` do.",
         )  # fmt: skip
 
-    def _with_indexed(self, given: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
+    def with_indexed(self, given: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[int]]:
         """The operands, then the params as the kernel takes them; two sizes per param."""
         found, dims = [*given], list[int]()
         for place in range(len(given) - len(self.params), len(given)):

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from .._capture.inner import MIXES
 from .._capture.signature import Signature
 from .._capture.trace import Meta, recording, trace
+from .._runtime.recurrent import outer
 from ..errors import FlexSNError, NotElementwiseError
 
 _MOST = 16  # calls that mix neurons
@@ -205,24 +206,35 @@ class MixingFunction:
             (found,) = torch.autograd.grad(result, operand, grad, allow_unused=True) if result.requires_grad else (None,)
         return torch.zeros_like(operand) if found is None else found
 
-    def gradients(self, operands: Tensor, grads: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+    def gradients(self, first: Tensor, later: Tensor, grads: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of `fixed`, of all steps.
 
         Args:
-            operands, grads: `[T, ...]`.
+            first: the operand at the first step.
+            later: the operand at every step but that, `[T - 1, ...]`.
+            grads: of its results, `[T, ...]`.
             needs: of which of `fixed`.
         """
         if not any(needs):
             return [None] * len(needs)
         if self.weights is not None:
-            rows, by = operands.reshape(-1, operands.shape[-1]), grads.reshape(-1, grads.shape[-1])
-            of_weights = (by.T @ rows if self.func is torch.nn.functional.linear else rows.T @ by) if needs[0] else None
+            by = grads.reshape(-1, grads.shape[-1])
+            of_weights = _of_weights(first.reshape(-1, first.shape[-1]), later.reshape(-1, first.shape[-1]), by) if needs[0] else None
+            if of_weights is not None and self.func is torch.nn.functional.linear:
+                of_weights = of_weights.T
             return [of_weights, *[by.sum(0) if need else None for need in needs[1:]]]
+        operands = torch.cat([first.unsqueeze(0), later])
         with torch.enable_grad():
             fixed = [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs, strict=True)]
             asked = [t for t, need in zip(fixed, needs, strict=True) if need]
             found = iter(torch.autograd.grad(self.over_time(operands, fixed), asked, grads, allow_unused=True))
         return [next(found) if need else None for need in needs]
+
+
+def _of_weights(first: Tensor, later: Tensor, grads: Tensor) -> Tensor:
+    """Return the gradient of `w` in `a @ w`, rows of `a` given in two parts."""
+    found = outer(first, later, grads)
+    return torch.addmm(first.T @ grads[: len(first)], later.T, grads[len(first) :]) if found is None else found
 
 
 _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}

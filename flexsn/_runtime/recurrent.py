@@ -1,0 +1,58 @@
+"""Loops over time of recurrent layers on a CPU, and gradients of their weights: `cpp/recurrent.h`, for float and double."""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from .._plan.plan import KernelPlan
+from .cpp_kernel import Kernel, load
+from .fork import num_threads
+
+GRAIN = 16384  # neuron-steps that are worth a second thread
+DTYPES = {torch.float32: "float", torch.float64: "double"}
+_LOOP = """// the loop of recurrent {name}s: products of states and weights, then the kernel of one step
+#include "recurrent.h"
+extern "C" int run(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int back) {{
+  return flexsn::recurrent<{name}>(arrays, numbers, dims, T, N, tile, threads, back);
+}}
+"""
+_OUTER = """// gradients of the weights of recurrent {name}s that are mostly zero
+#include "recurrent.h"
+extern "C" int run(void* const* arrays, const double*, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int) {{
+  return flexsn::outer<{name}>(arrays, dims, T, N, tile, threads);
+}}
+"""
+
+
+@functools.cache
+def _loaded(source: str) -> Kernel:
+    plan = KernelPlan("recurrent", "forward", (), (), (), (), 1, numbers=False)  # of which the loader reads nothing more
+    return load(plan, source)  # type: ignore[return-value]  # nothing is put off where calls run
+
+
+def loop(dtype: torch.dtype) -> Kernel:
+    """Return the loop over time, for products of `dtype`."""
+    return _loaded(_LOOP.format(name=DTYPES[dtype]))
+
+
+def outer(first: Tensor, rest: Tensor, grads: Tensor) -> Tensor | None:
+    """Return the gradient of `w` in `a @ w`, where most of `a` is zero; None where it is not, or is on another device.
+
+    Args:
+        first, rest: rows of `a [rows, K]`, which lie in two places.
+        grads: of the product, `[rows, H]`.
+    """
+    name = DTYPES.get(first.dtype)
+    some = rest[:: max(1, len(rest) // 512)]
+    if name is None or first.device.type != "cpu" or rest.dtype is not first.dtype or some.count_nonzero() * 5 > some.numel():
+        return None
+    first, rest, grads = first.contiguous(), rest.contiguous(), grads.contiguous()
+    out = first.new_empty((first.shape[1], grads.shape[1]))
+    pointers = struct.pack("=4Q", *[t.data_ptr() for t in (first, rest, grads, out)])
+    threads = num_threads() if grads.numel() >= GRAIN else 1
+    _loaded(_OUTER.format(name=name)).run_pointer(pointers, b"", struct.pack("=q", len(first)), len(grads), *out.shape, threads, 0)
+    return out
