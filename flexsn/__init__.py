@@ -26,6 +26,7 @@ from .neurons import (
     LeakyIntegrator,
     ParametricLIF,
     QuadraticIF,
+    Recurrent,
     RefractoryLIF,
     ResonateAndFire,
     Synaptic,
@@ -42,9 +43,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "Delay", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
-    "Izhikevich", "LeakyIntegrator", "ParametricLIF", "PerStep", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "ScanResult",
-    "Synaptic", "TwoCompartmentLIF", "__version__", "build", "convert", "decompose", "detach_states", "errors", "explain", "from_nir",
-    "get_states", "lowlevel", "monitor", "neuron_parallel", "neurons", "plot", "reset_net", "scan", "set_states", "surrogate", "to_nir",
+    "Izhikevich", "LeakyIntegrator", "ParametricLIF", "PerStep", "QuadraticIF", "Recurrent", "RefractoryLIF", "ResonateAndFire",
+    "ScanResult", "Synaptic", "TwoCompartmentLIF", "__version__", "build", "convert", "decompose", "detach_states", "errors", "explain",
+    "from_nir", "get_states", "lowlevel", "monitor", "neuron_parallel", "neurons", "plot", "reset_net", "scan", "set_states", "surrogate",
+    "to_nir",
 ]  # fmt: skip
 
 

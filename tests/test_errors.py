@@ -240,10 +240,10 @@ def test_what_needs_a_state_cannot_move_before_the_sequence():
     weight = torch.eye(3)
 
     def recurrent(x, v, s):
-        v = 0.5 * v + x + s @ weight
+        v = 0.5 * v + x + (2 * s) @ weight
         return v, v, (v >= 1.0).to(v.dtype)
 
-    hint = fails(errors.NotElementwiseError, recurrent, states=[None, None], line="s @ weight").hint
+    hint = fails(errors.NotElementwiseError, recurrent, states=[None, None], line="(2 * s) @ weight").hint
     assert "do this outside the core, on its outputs" in hint and 'step_mode="s"' in hint and 'backend="torch"' in hint
     assert fails(errors.NotElementwiseError, cumsum).hint.endswith("do this outside the core, or on params only.")
 

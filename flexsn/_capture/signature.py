@@ -216,15 +216,18 @@ def step_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[int, 
 
 
 def loop_shape(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ShapeMismatchError | None]:
-    """Return the shape of one step of a loop, of which default states are, and None; where operands do not broadcast the shape of the
-    first, or, where some have one dim more than others, an inner one, that of the dims before it, and the error that says so."""
+    """Return the shape of one step of a loop, where some operands may have one dim more than others, an inner one, and the error that
+    these do not broadcast; of others it is raised."""
     try:
         return step_shape(sig, shapes), None
     except ShapeMismatchError as error:
         most = max(map(len, shapes))
-        with contextlib.suppress(RuntimeError):
+        if all(len(s) in (0, most) for s in shapes):
+            raise
+        try:
             return tuple(broadcast_shapes(*[s[:-1] if len(s) == most else s for s in shapes])), error
-        return tuple(shapes[0]), error
+        except RuntimeError:
+            raise error from None
 
 
 def state_mismatch(sig: Signature, name: str, before: Any, after: Any, given: bool, line: str | None = None) -> StateMismatchError:

@@ -375,7 +375,7 @@ class Walk:
         return self._frozen(path, value)
 
     def _other(self, path: str, value: Any) -> Any:
-        module = type(value).__module__.partition(".")[0]
+        module = "" if users_bases(type(value)) else type(value).__module__.partition(".")[0]
         if (error := refusal_of(path, value, self._root)) is not None:
             return self._refuse(path, value, error)
         if isinstance(value, frozenset) and all(isinstance(one, CONSTANTS) for one in value):

@@ -36,7 +36,7 @@ _NOT_OF_A_STEP = frozenset(
 _OF_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(namedtuple("Pair", "first"))["first"]))
 _PYTHONS = Path(os.__file__).parent
-_USERS = "flexsn.interchange"  # the part of flexsn whose classes are cores like a user's
+_USERS = ("flexsn.interchange", "flexsn.neurons.recurrent")  # the parts of flexsn whose classes are cores like a user's
 
 
 @functools.cache

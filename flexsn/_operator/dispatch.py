@@ -21,8 +21,6 @@ from .._program.pairs import ComplexStepError
 from .._program.parts import PartsLayout
 from .._runtime import fork
 from .._runtime.backends import check_backend
-from .._steps.mixing import Rest, take_apart
-from .._steps.recurrence import run_mixing
 from .._torch.autograd import call_modes, profiler_flag, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
 from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active
@@ -40,6 +38,8 @@ from . import dtensor as sharding
 from .autograd import record, run_call
 from .eager_loop import eager_loop, first_step
 from .fallback import noting, warn_once
+from .mixing.mixing_calls import Rest, take_apart
+from .mixing.recurrence import Given, run_mixing
 from .prepare import PLAIN, prepare, refuse_freed, stand_in
 
 
@@ -108,7 +108,7 @@ def _run_first(
     """Check a call, choose a backend, run; keep under `key` how."""
     options: dict[str, Any] = {"backend": backend, "sequences": sequences}
     known = seen.over_parts.get(key)
-    if isinstance(known, CapturedValues) and not (isinstance(known.wrap, Rest) and _casts()):
+    if isinstance(known, CapturedValues):
         return _run_over_parts(core, known, inputs, states, params, options)
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
@@ -133,21 +133,7 @@ def _run_first(
             except (ComplexStepError, NotElementwiseError, ShapeMismatchError) as error:
                 if sharding.any_dtensor(tensors) and not isinstance(error, ComplexStepError):
                     raise
-                given = inputs, states, params
-                try:
-                    look, results = run_parts(
-                        lambda look: _run_over_parts(core, look, *given, options), error, core, seen, sig, *given, num_outputs
-                    )
-                except (CannotFuseError, ShapeMismatchError) as other:
-                    try:
-                        look = _apart_from_mixing(other, key, core, seen, sig, *given, num_outputs)
-                        results = _run_over_parts(core, look, *given, options)
-                    except CannotFuseError:
-                        if isinstance(other, CannotFuseError):
-                            _keep(seen.over_parts, key, copy.copy(other))  # which holds no frames, as `other` does
-                        raise other from None
-                _keep(seen.over_parts, key, look)
-                return results
+                return _run_apart(error, key, core, seen, sig, (inputs, states, params), num_outputs, options)
             results = run_call(call, read_by(call, tensors, captured))
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
@@ -166,6 +152,34 @@ def _run_first(
     return finals, state_seqs, outputs
 
 
+def _run_apart(
+    error: FlexSNError, key: tuple | None, core: Callable, seen: CapturedValues, sig: Signature, given: tuple[Any, Any, Any],
+    num_outputs: int | None, options: dict[str, Any],
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Run a call that no kernel takes as it is: by one for parts of its values, or for what is left of it without what mixes neurons.
+
+    Args:
+        error: why none does.
+        key: under which it is kept how.
+        given: inputs, states, params.
+
+    Raises:
+        CannotFuseError, ShapeMismatchError: why none takes that.
+    """
+    try:
+        look, results = run_parts(lambda look: _run_over_parts(core, look, *given, options), error, core, seen, sig, *given, num_outputs)
+    except (CannotFuseError, ShapeMismatchError) as why:
+        try:
+            look = _apart_from_mixing(why, key, core, seen, sig, *given, num_outputs)
+            results = _run_over_parts(core, look, *given, options)
+        except CannotFuseError:
+            if isinstance(why, CannotFuseError):
+                _keep(seen.over_parts, key, copy.copy(why))  # which holds no frames, as `why` does
+            raise why from None
+    _keep(seen.over_parts, key, look)
+    return results
+
+
 def _run_over_parts(
     core: Callable, look: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...],
     options: dict[str, Any],
@@ -173,7 +187,7 @@ def _run_over_parts(
     """Run a call with complex numbers, or an inner dim, by the kernel of the core on their parts, which `look` is a look at."""
     if isinstance(look.wrap, Rest):
         look.signatures[len(look.wrap.inputs) + len(look.wrap.mixing), len(states), len(params)] = look.wrap.signature
-        return run_mixing(run_core, core, look, inputs, states, params, num_outputs=None, **options)
+        return run_mixing(run_core, Given(core, look, inputs, states, params, options["backend"], None), options["sequences"])
     layout: PartsLayout = look.wrap
     parts = layout.split(inputs, states)
     look.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
@@ -196,7 +210,7 @@ def _apart_from_mixing(
     """
     mixes = isinstance(error, ShapeMismatchError) or (isinstance(error, NotElementwiseError) and MIXES in error.reason)
     tensors = [t for t in (*inputs, *states, *params) if t is not None]
-    if not mixes or key is None or _casts() or not inputs[0].shape[0] or any(t.dtype in HALF for t in tensors):
+    if not mixes or key is None or seen.wrap is not None or any(t.dtype in HALF for t in tensors):
         raise NotElementwiseError("mixes neurons", core=sig.core) from error
     try:
         _, current = first_step(seen.runnable(core), sig, inputs, states, params, num_outputs)
@@ -206,10 +220,6 @@ def _apart_from_mixing(
     on_stand_ins, captured = seen.stand_ins(core, stand_in)
     metas = [Meta(tuple(shape), dtype) for shape, dtype in shapes]
     return seen.wrapped(take_apart(on_stand_ins, sig, metas, inputs[0].device, captured, num_outputs))
-
-
-def _casts() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 Result = TypeVar("Result")

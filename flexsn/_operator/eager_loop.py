@@ -102,8 +102,8 @@ def _first_step(
     Returns:
         What the core returned, and the states that it was given.
     """
-    shape, _ = loop_shape(sig, [x.shape for x in step])
-    _, misfit = loop_shape(sig, [t.shape if t is not None else () for t in (*step, *states)])
+    shape, *_ = _fitting(sig, [x.shape for x in step])
+    _, misfit, inner = _fitting(sig, [t.shape if t is not None else () for t in (*step, *states)])
     current = [v if v is not None else torch.zeros(shape, dtype=step[0].dtype, device=step[0].device) for v in states]
     first: tuple[list[Tensor], list[Tensor]] | None = None
     for _ in range(4):
@@ -112,10 +112,11 @@ def _first_step(
                 returned = check_returns(sig, core(*step, *current, *params), num_outputs)
         except RuntimeError as error:
             if misfit is not None:
-                inner = len({t.dim() for t in (*step, *current)}) > 1
+                if not inner:
+                    raise misfit from error
                 raise ShapeMismatchError(
                     f"{misfit.reason}, and the core does not take them so: {error}", core=sig.core,
-                    hint="Beside a value `[..., N]`, one of each neuron is `x.unsqueeze(-1)`. " * inner + (misfit.hint or ""),
+                    hint=f"Beside a value `[..., N]`, one of each neuron is `x.unsqueeze(-1)`. {misfit.hint or ''}".rstrip(),
                 ) from error  # fmt: skip
             if first is not None:  # it took zeros, but not the shape that it returned for them
                 _check_shapes(sig, *first, states)
@@ -134,6 +135,16 @@ def _first_step(
         assert first is not None
         _check_states(sig, *first, states)
     return returned, current
+
+
+def _fitting(sig: Signature, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ShapeMismatchError | None, bool]:
+    """Return the shape of default states, and why the shapes do not broadcast, if they do not (a core that mixes neurons may take them),
+    and whether they do but for an inner dim."""
+    try:
+        shape, error = loop_shape(sig, shapes)
+    except ShapeMismatchError as why:
+        return tuple(shapes[0]), why, False
+    return shape, error, error is not None
 
 
 def _check_outputs(sig: Signature, first: Sequence[Tensor], now: Sequence[Tensor]) -> None:

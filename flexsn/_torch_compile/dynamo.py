@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .._capture.inner import MIXES
 from .._capture.signature import Signature, core_name, loop_shape, positional_names, step_shape
 from .._ir.graph import HALF
 from .._operator.dtensor import any_dtensor
@@ -198,7 +199,7 @@ def _inner_alone(sig: Signature, fakes: Sequence[Tensor | None]) -> ShapeMismatc
 
 def _may_run_on_parts(tx: Any, error: FlexSNError, falls_back: bool, sig: Signature, fakes: Sequence[Tensor | None]) -> bool:
     """Whether a call that no kernel takes as it is may run, between compiled parts, by one for parts of its operands."""
-    inner = isinstance(error, NotElementwiseError) and falls_back and any(inner_dims(_step_shapes(sig, fakes)))
+    inner = isinstance(error, NotElementwiseError) and falls_back and (MIXES in error.reason or any(inner_dims(_step_shapes(sig, fakes))))
     return isinstance(error, ComplexStepError) or (inner and _without_kernel(tx) == EAGER)
 
 
@@ -207,7 +208,7 @@ def _of_inner(dynamo: Any, tx: Any, args: Sequence[Any], misfit: ShapeMismatchEr
     *_, backend, strict = map(_constant, args[5:])
     if backend != "auto" or strict or _without_kernel(tx) == EAGER:
         return dynamo.VariableTracker.build(tx, PARTS)
-    why = "has values with an inner dim, whose kernel runs between compiled parts: here there are no gradients, for which it would pay"
+    why = "has operands that do not broadcast, whose kernel runs between compiled parts: without gradients that would not pay"
     warn_once(SCAN, NotElementwiseError(why, core=misfit.core))
     return _loop(dynamo, tx, args[:7])
 

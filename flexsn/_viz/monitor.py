@@ -159,7 +159,8 @@ def _check_model(model: Any) -> None:
 def _chosen(model: nn.Module, layers: Collection[str] | None) -> dict[str, nn.Module]:
     named = dict(model.named_modules())
     if layers is None:
-        layers = [name for name, module in named.items() if isinstance(module, FlexSN)]
+        held = {child for module in named.values() if isinstance(module, FlexSN) for child in module.children()}  # of a `Recurrent`
+        layers = [name for name, module in named.items() if isinstance(module, FlexSN) and module not in held]
         if not layers:
             known = ", ".join(map(repr, list(named)[1:])) or "'', the model itself"
             raise MonitorError("the model has no FlexSN", hint=f"Name the layers to look at, `layers=[...]`, of {known}.")

@@ -3,7 +3,6 @@
 from .adaptive import ALIF, AdLIF, adlif, alif
 from .base import Neuron
 from .bounds import Bounded
-from .compartments import TwoCompartmentLIF, two_compartment_lif
 from .exponential import AdEx, ExponentialIF, Izhikevich, QuadraticIF, adex, exponential_if, izhikevich, quadratic_if
 from .hodgkin_huxley import HodgkinHuxley, hodgkin_huxley
 from .integrate import (
@@ -20,14 +19,15 @@ from .integrate import (
     lif,
     parametric_lif,
 )
+from .recurrent import Recurrent
 from .refractory import RefractoryLIF, refractory_lif
 from .reset import reset
-from .resonate import ResonateAndFire, resonate_and_fire
 from .synaptic import CubaLI, CubaLIF, Synaptic, cuba_li, cuba_lif
+from .two_variables import ResonateAndFire, TwoCompartmentLIF, resonate_and_fire, two_compartment_lif
 
 __all__ = [
     "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "Bounded", "CubaLI", "CubaLIF", "ExponentialIF", "GatedLIF", "HodgkinHuxley",
-    "Izhikevich", "LeakyIntegrator", "Neuron", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "Synaptic",
+    "Izhikevich", "LeakyIntegrator", "Neuron", "ParametricLIF", "QuadraticIF", "Recurrent", "RefractoryLIF", "ResonateAndFire", "Synaptic",
     "TwoCompartmentLIF", "adex", "adlif", "alif", "cuba_li", "cuba_lif", "exponential_if", "gated_lif", "hodgkin_huxley",
     "integrate_and_fire", "izhikevich", "klif", "leaky_integrator", "lif", "parametric_lif", "quadratic_if", "refractory_lif", "reset",
     "resonate_and_fire", "two_compartment_lif",

@@ -308,7 +308,7 @@ def test_nothing_of_the_module_changes():
 
 
 def test_network():
-    bad = flexsn.FlexSN(lambda x, v: (x - v.amax(), v), num_states=1)
+    bad = flexsn.FlexSN(lambda x, v: (x - (2 * v).amax(), v), num_states=1)
     norm = nn.BatchNorm1d(24)
     net = nn.Sequential(nn.Linear(8, 24), flexsn.FlexSN(Adaptive(), num_states=2), nn.Flatten(0, 1), norm, nn.Unflatten(0, (T, 2)), bad)
     with warnings.catch_warnings():

@@ -965,7 +965,7 @@ def test_training_two_layers_that_no_kernel_expresses(backend, dynamic):
             self.w = nn.Parameter(torch.tensor([0.3, 0.1, -0.4, 1.0]))
 
         def forward(self, x, v):
-            h = v + (x - v) * self.w.sigmoid() - v.mean()
+            h = v + (x - v) * self.w.sigmoid() - (2 * v).mean()
             s = flexsn.surrogate.atan(h - 0.5)
             return s, h * (1.0 - s)
 

@@ -4,6 +4,9 @@
 #include <vector>
 #include "tile.h"
 
+#define FLEXSN_RUN \
+  extern "C" int run(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int flag)
+
 namespace flexsn {
 
 // The kernel of one step, as every generated one.

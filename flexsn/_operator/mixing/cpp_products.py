@@ -1,4 +1,4 @@
-"""Loops over time of recurrent layers on a CPU, and gradients of their weights: `cpp/recurrent.h`, for float and double."""
+"""Loops over time of recurrent layers on a CPU, and gradients of their weights: `_runtime/cpp/recurrent.h`, for float and double."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ import struct
 import torch
 from torch import Tensor
 
-from .._plan.plan import KernelPlan
-from .cpp_kernel import Kernel, load
-from .fork import num_threads
+from ..._plan.plan import KernelPlan
+from ..._runtime.cpp_kernel import Kernel, load
+from ..._runtime.fork import num_threads
 
 GRAIN = 16384  # neuron-steps that are worth a second thread
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 _LOOP = """// the loop of recurrent {name}s: products of states and weights, then the kernel of one step
 #include "recurrent.h"
-extern "C" int run(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int back) {{
-  return flexsn::recurrent<{name}>(arrays, numbers, dims, T, N, tile, threads, back);
-}}
+FLEXSN_RUN {{ return flexsn::recurrent<{name}>(arrays, numbers, dims, T, N, tile, threads, flag); }}
 """
 _OUTER = """// gradients of the weights of recurrent {name}s that are mostly zero
 #include "recurrent.h"
-extern "C" int run(void* const* arrays, const double*, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int) {{
-  return flexsn::outer<{name}>(arrays, dims, T, N, tile, threads);
-}}
+FLEXSN_RUN {{ return flexsn::outer<{name}>(arrays, dims, T, N, tile, threads); }}
 """
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from .._capture.inner import MIXES
-from .._capture.signature import Signature
-from .._capture.trace import Meta, recording, trace
-from .._runtime.recurrent import outer
-from ..errors import FlexSNError, NotElementwiseError
+from ..._capture.inner import MIXES
+from ..._capture.signature import Signature
+from ..._capture.trace import Meta, recording, trace
+from ...errors import FlexSNError, NotElementwiseError
+from .cpp_products import outer
 
 _MOST = 16  # calls that mix neurons
 

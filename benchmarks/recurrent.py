@@ -1,0 +1,138 @@
+"""Recurrent LIF layers on a CPU: `python benchmarks/recurrent.py --json out.json`.
+
+`flexsn.Recurrent(LIF, Linear)` and the same step in a plain loop over `x.unbind(0)` take turns, inference and training steps, at several
+widths and rates of spikes; `nn.RNN` (tanh) of the same size beside them. Then a network as for SHD: 700 inputs, 256 recurrent ALIF, 20
+outputs, 100 steps, batch 64, whose training step includes the optimizer's. Results are compared first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import flexsn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from measure import machine
+
+
+class Plain(nn.Module):
+    """The recurrent layer as a loop."""
+
+    def __init__(self, layer: flexsn.Recurrent):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        core, mixing = self.layer.neuron.core, self.layer.mixing
+        y, states, found = torch.zeros_like(x[0]), [torch.zeros_like(x[0])] * self.layer.neuron.num_states, []
+        for step in x.unbind(0):
+            y, *states = core(step + mixing(y), *states)
+            found.append(y)
+        return torch.stack(found)
+
+
+def in_turns(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
+    """Return median and best seconds of each, run in turns."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 2):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            if turn >= 2:
+                times[name].append(time.perf_counter() - begin)
+    return {name: {"median_s": statistics.median(found), "best_s": min(found)} for name, found in times.items()}
+
+
+def with_ratios(rows: dict[str, dict[str, float]]) -> dict:
+    """Add how many times longer each takes than flexsn, by medians and by bests."""
+    own = rows["flexsn"]
+    ratios = {name: {key: row[key] / own[key] for key in row} for name, row in rows.items() if name != "flexsn"}
+    return {"times": rows, "over_flexsn": ratios}
+
+
+def layer_case(T: int, batch: int, hidden: int, drive: float, repeats: int) -> dict:
+    torch.manual_seed(0)
+    layer = flexsn.Recurrent(flexsn.LIF(), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True)
+    with torch.no_grad():
+        layer.mixing.weight.mul_(0.5)
+    plain, rnn, x = Plain(layer), nn.RNN(hidden, hidden), torch.randn(T, batch, hidden) * 0.6 + drive
+    leaf, cotangent = x.clone().requires_grad_(), torch.randn(T, batch, hidden)
+    with torch.no_grad():
+        spikes = layer(x)
+        same = (spikes == plain(x)).float().mean().item()
+
+    def infer(run: nn.Module) -> Callable[[], object]:
+        def inner() -> object:
+            with torch.no_grad():
+                return run(x)
+
+        return inner
+
+    def train(run: nn.Module) -> Callable[[], object]:
+        def inner() -> object:
+            y = run(leaf)
+            return torch.autograd.grad(y[0] if isinstance(y, tuple) else y, [leaf, *run.parameters()], cotangent)
+
+        return inner
+
+    runs = {"flexsn": layer, "loop": plain, "nn.RNN": rnn}
+    return {
+        "T": T, "batch": batch, "hidden": hidden, "rate": spikes.mean().item(), "equal_spikes": same,
+        "inference": with_ratios(in_turns({name: infer(run) for name, run in runs.items()}, repeats)),
+        "training": with_ratios(in_turns({name: train(run) for name, run in runs.items()}, repeats)),
+    }  # fmt: skip
+
+
+def shd_like(repeats: int) -> dict:
+    torch.manual_seed(0)
+    T, batch, hidden = 100, 64, 256
+    x = (torch.rand(T, batch, 700) < 0.03).float()
+    target = torch.randint(0, 20, (batch,))
+    layer = flexsn.Recurrent(flexsn.ALIF(tau=20.0, r=20.0), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True)
+    w_in, w_out = nn.Linear(700, hidden), nn.Linear(hidden, 20)
+    runs = {}
+    for name, run in (("flexsn", layer), ("loop", Plain(layer))):
+        optimizer = torch.optim.Adam([*layer.parameters(), *w_in.parameters(), *w_out.parameters()], lr=0.0)
+
+        def step(run: nn.Module = run, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(w_out(run(w_in(x))).mean(0), target).backward()
+            optimizer.step()
+
+        runs[name] = step
+    with torch.no_grad():
+        rate = layer(w_in(x)).mean().item()
+    return {"T": T, "batch": batch, "hidden": hidden, "rate": rate, "training": with_ratios(in_turns(runs, repeats))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    sizes = [(100, 64, 128, 0.6), (100, 64, 256, 0.6), (100, 64, 256, 0.0), (100, 64, 512, 0.6)]
+    found = {
+        "machine": machine(), "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
+        "date": datetime.date.today().isoformat(), "threads": torch.get_num_threads(), "repeats": options.repeats, "load_before": load,
+        "layers": [layer_case(*size, options.repeats) for size in sizes], "shd_like": shd_like(options.repeats),
+    }  # fmt: skip
+    print(json.dumps(found, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A recurrent layer: a neuron that also takes what it gave at the step before, mixed by a module or a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture.arguments import Stateful
+from .._capture.signature import core_name, positional_names
+from ..errors import ArgumentError
+from ..module import FlexSN
+
+Mixing = Callable[[Tensor], Tensor]
+
+
+class _Step:
+    """One step of a recurrent layer; it leads to what the neuron's core and the mixing capture."""
+
+    def __init__(self, core: Callable[..., Any], mixing: Mixing, num_inputs: int, num_states: int):
+        self.advance, self.mixing = core, mixing
+        names = [*positional_names(core)[0][: num_inputs + num_states], "y"]
+        self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in names])
+        self.__name__ = f"recurrent_{core_name(core)}"
+
+    def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        first, before = operands[0], operands[-1]
+        returned = self.advance(first + self.mixing(before), *operands[1:-1])
+        values = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+        return *values, values[0]
+
+
+class Recurrent(FlexSN):
+    """A recurrent layer, `y[t] = neuron(x[t] + mixing(y[t - 1]))`, where `y` is the neuron's first output, and zero before the first step.
+
+    Called as a `FlexSN`: with a sequence `[T, *shape]` (of the neuron's first input; others go to it as they are), it returns one of each
+    output. Carried `states` are the neuron's, then `y`. The neuron is not called: of it the layer takes the core with its arguments,
+    where its states start, and how many there are.
+
+    On a CPU a C++ loop runs layers whose mixing is a product with weights (`nn.Linear`, `lambda y: y @ w`) of float32 or float64; spikes
+    that are mostly zero drive rows of the weights. Any other mixing, and any on a GPU, takes turns with the neuron's kernel. Under
+    `torch.compile`, export, ``torch.func` and autocast such a layer runs as any core that mixes neurons.
+
+    Args:
+        neuron: any neuron of flexsn, or a core, with `num_states`.
+        mixing: any module or function of `y` at one step, of the shape of `x` at one step: `nn.Linear`, `nn.Conv2d`, a lambda.
+        num_states: how many states a core has.
+        step_mode, backend, store_state_seqs, strict, stateful: as of `FlexSN`; by default those of the neuron.
+
+    Attributes:
+        neuron, mixing: as given. Their parameters are this layer's: `neuron.tau`, `mixing.weight`.
+
+    Raises:
+        ArgumentError: no neuron or core; a neuron with bounds, parametrized or pruned arguments, which the layer does not compute anew.
+    """
+
+    def __init__(
+        self, neuron: FlexSN | Callable[..., Any], mixing: Mixing, *, num_states: int | None = None, step_mode: str | None = None,
+        backend: str | None = None, store_state_seqs: bool = False, strict: bool | None = None, stateful: Stateful | None = None,
+    ):  # fmt: skip
+        if not callable(mixing):
+            raise ArgumentError(f"the mixing must be callable, not {type(mixing).__name__}", hint="Give a module or a function of `y`.")
+        if not isinstance(neuron, FlexSN):
+            neuron = FlexSN(neuron, num_states=num_states)
+        elif num_states not in (None, neuron.num_states):
+            raise ArgumentError(f"num_states={num_states}, but the neuron has {neuron.num_states}", hint="Leave it out.")
+        if neuron.num_params:
+            raise ArgumentError("the neuron has `params`", hint="Have its core take them from a closure.")
+        super().__init__(
+            _Step(neuron.core, mixing, neuron.num_inputs, neuron.num_states), neuron.num_inputs, neuron.num_states + 1, neuron.num_outputs,
+            step_mode=step_mode or neuron.step_mode, backend=backend or neuron.backend, store_state_seqs=store_state_seqs,
+            strict=neuron.strict if strict is None else strict, stateful=neuron.stateful if stateful is None else stateful,
+        )  # fmt: skip
+        self.neuron, self.mixing = neuron, mixing
+        self._followed: list[Any] = []
+        self._follow()
+
+    def _follow(self) -> None:
+        """Take the neuron's core anew, if its arguments are others now."""
+        neuron = self.neuron
+        if "parametrizations" in neuron._modules or neuron._forward_pre_hooks:
+            raise ArgumentError(
+                "a recurrent layer takes no neuron with bounds, parametrized or pruned arguments", core=core_name(neuron.core),
+                hint="Learn the argument as it is.",
+            )  # fmt: skip
+        seen = neuron.captured_values()
+        found = [neuron.core, self.mixing, *[read() for read in seen.own.values()]]
+        if len(found) == len(self._followed) and all(a is b for a, b in zip(found, self._followed, strict=True)):
+            return
+        self._followed = found
+        self.core = _Step(seen.runnable(neuron.core), self.mixing, neuron.num_inputs, neuron.num_states)
+
+    def start_states(self, *inputs: Tensor) -> list[Tensor | None]:
+        if self.step_mode != self.neuron.step_mode:
+            inputs = tuple([x.unsqueeze(0) if self.step_mode == "s" else x[0] for x in inputs])
+        return [*self.neuron.start_states(*inputs), None]
+
+    def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
+        if not torch.compiler.is_dynamo_compiling():  # which takes the core as it was at the last call
+            self._follow()
+        return super().forward(*inputs, **named)
+
+    def extra_repr(self) -> str:
+        return f"step_mode={self.step_mode!r}, backend={self.backend!r}"

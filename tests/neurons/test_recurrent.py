@@ -1,0 +1,166 @@
+"""`flexsn.Recurrent`: a neuron that also takes what it gave at the step before."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import flexsn
+from flexsn.errors import ArgumentError, FallbackWarning
+
+f64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def no_fallback():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        yield
+
+
+def by_hand(layer, x, outputs=1):
+    """The equation, step by step: `y[t] = neuron(x[t] + mixing(y[t - 1]))`."""
+    neuron, y, found = layer.neuron, torch.zeros_like(x[0]), []
+    states = [x.new_zeros(x[0].shape) if v is None else v for v in neuron.start_states(x)]
+    for step in x.unbind(0):
+        returned = neuron.core(step + layer.mixing(y), *states)
+        y, states = returned[0], returned[outputs:]
+        found.append(y)
+    return torch.stack(found)
+
+
+def layer_of(neuron=None, **options):
+    return flexsn.Recurrent(neuron or flexsn.LIF(learn_tau=True), nn.Linear(6, 6), **options)
+
+
+def sequence(*shape, T=9):
+    return torch.randn(T, *(shape or (3, 6))) * 2
+
+
+LAYERS = {
+    "lif": lambda: layer_of(),
+    "alif": lambda: layer_of(flexsn.ALIF(tau=4.0)),
+    "from its leak": lambda: layer_of(flexsn.LIF(v_leak=0.3, v_reset=0.3)),
+    "no bias": lambda: flexsn.Recurrent(flexsn.LIF(), nn.Linear(6, 6, bias=False)),
+    "a function": lambda: flexsn.Recurrent(flexsn.LIF(), lambda y: y.roll(1, -1)),
+    "low rank": lambda: flexsn.Recurrent(flexsn.LIF(), nn.Sequential(nn.Linear(6, 2, bias=False), nn.Linear(2, 6))),
+    "a core": lambda: flexsn.Recurrent(lambda x, v: (torch.tanh(v + x), 0.5 * v + x), nn.Linear(6, 6), num_states=1),
+    "per channel": lambda: layer_of(flexsn.LIF(learn_tau=True, per_channel=6)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_as_by_hand(name):
+    if name == "low rank":  # whose second product takes what the first gives, and no state
+        warnings.simplefilter("ignore", FallbackWarning)
+    layer, x = LAYERS[name]().double(), sequence().double().requires_grad_()
+    leaves, cotangent = [x, *layer.parameters()], torch.randn(9, 3, 6, dtype=f64)
+    got, want = layer(x), by_hand(layer, x)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert [v.shape for v in layer.states] == [(3, 6)] * layer.num_states
+    assert torch.equal(layer.states[-1], got[-1])
+    grads = [torch.autograd.grad(y, leaves, cotangent, allow_unused=True) for y in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_convolution():
+    layer, x = flexsn.Recurrent(flexsn.LIF(), nn.Conv2d(2, 2, 3, padding=1)).double(), sequence(1, 2, 5, 5, T=4).double()
+    got, want = layer(x), by_hand(layer, x)
+    assert torch.equal(got, want)
+    grads = [torch.autograd.grad(y.sum(), layer.mixing.weight) for y in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
+def test_names_of_parameters():
+    layer = layer_of()
+    assert list(layer.state_dict()) == ["neuron.tau", "mixing.weight", "mixing.bias"]
+    assert [name for name, _ in layer.named_parameters()] == ["neuron.tau", "mixing.weight", "mixing.bias"]
+
+
+def test_copies_are_their_own():
+    layer, x = layer_of(), sequence()
+    with torch.no_grad():
+        y = layer(x)
+        for made in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            made.reset()
+            assert torch.equal(made(x), y) and made.mixing is not layer.mixing and made.neuron is not layer.neuron
+            made.mixing.weight.mul_(-3)
+            made.reset()
+            layer.reset()
+            assert not torch.equal(made(x), y) and torch.equal(layer(x), y) and torch.equal(made(x), by_hand(made, x)) is False
+            made.reset()
+            assert torch.equal(made(x), by_hand(made, x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer.neuron, "v_threshold", 0.3),
+        lambda layer: layer.mixing.weight.data.mul_(3),
+        lambda layer: setattr(layer, "mixing", nn.Linear(6, 6)),
+        lambda layer: layer.load_state_dict({k: v * 1.5 for k, v in layer.state_dict().items()}),
+        lambda layer: layer.double().float(),
+    ],
+    ids=["a constant", "weights", "the mixing", "a state dict", "dtypes"],
+)
+def test_what_changes_between_calls(change):
+    layer, x = layer_of(), sequence()
+    with torch.no_grad():
+        layer(x)
+        change(layer)
+        layer.reset()
+        assert torch.equal(layer(x), by_hand(layer, x))
+
+
+def test_states_go_on_from_call_to_call():
+    layer, x = layer_of(), sequence()
+    with torch.no_grad():
+        whole = layer(x)
+        layer.reset()
+        assert torch.equal(torch.cat([layer(x[:4]), layer(x[4:])]), whole)
+        layer.reset()
+        layer.step_mode = "s"
+        assert torch.equal(torch.stack([layer(step) for step in x]), whole)
+    flexsn.reset_net(nn.Sequential(layer))
+    assert layer.states is None
+    once = layer_of(stateful=False)
+    with torch.no_grad():
+        assert torch.equal(once(x), once(x)) and once.states is None
+
+
+def test_a_layer_in_a_network():
+    net, x = nn.Sequential(nn.Linear(4, 6), layer_of(), nn.Linear(6, 2)), torch.randn(9, 3, 4)
+    with flexsn.monitor(net) as records:
+        net(x).sum().backward()
+    assert all(p.grad is not None for p in net.parameters()) and list(records) == ["1"]
+    states = flexsn.get_states(net)
+    assert list(states) == ["1"] and len(states["1"]) == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+def test_compiled():
+    net, x = nn.Sequential(nn.Linear(4, 6), layer_of()), torch.randn(9, 3, 4)
+    want = net(x)
+    grads = torch.autograd.grad(want.sum(), list(net.parameters()))
+    flexsn.reset_net(net)
+    got = torch.compile(net)(x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), list(net.parameters())), grads)
+
+
+def test_what_is_refused():
+    with pytest.raises(ArgumentError, match="must be callable, not Tensor"):
+        flexsn.Recurrent(flexsn.LIF(), torch.eye(6))
+    with pytest.raises(ArgumentError, match="num_states=2, but the neuron has 1"):
+        flexsn.Recurrent(flexsn.LIF(), nn.Linear(6, 6), num_states=2)
+    with pytest.raises(ArgumentError, match="has `params`"):
+        flexsn.Recurrent(flexsn.FlexSN(lambda x, v, p: (x, v * p), 1, 1, params=[torch.ones(6)]), nn.Linear(6, 6))
+    with pytest.raises(ArgumentError, match="takes no neuron with bounds"):
+        layer_of(flexsn.LIF(learn_tau=True, bounds={"tau": (1.0, 5.0)}))

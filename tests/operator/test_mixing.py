@@ -1,0 +1,335 @@
+"""Cores that mix neurons by calls that take an input or a state: against the eager loop, PyTorch's own layers, and finite differences."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from helpers import assert_same_grads, assert_same_values, evaluate, on_cpu
+from torch import nn
+from torch.nn.functional import linear
+
+import flexsn
+from flexsn import surrogate
+from flexsn._operator.mixing import cpu_loop
+from flexsn.errors import DoubleBackwardError, FallbackWarning, NotElementwiseError, ShapeMismatchError
+
+f32, f64 = torch.float32, torch.float64
+H, INPUTS = 5, 4
+
+
+@pytest.fixture(autouse=True)
+def no_fallback():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        yield
+
+
+def lif(x, v, s, w):
+    h = v + (x + s @ w - v) / 2.0
+    s = surrogate.atan(h - 0.3)
+    return s, h * (1.0 - s), s
+
+
+def two_products(x, v, s, w):
+    """Of one state by weights and their transpose, and of another."""
+    h = torch.tanh(v + (x + s @ w + linear(s, w) * 0.5 + torch.mm(v, w) - v) / 2.0)
+    return h, h, torch.sigmoid(h - 0.2)
+
+
+def input_too(x, v, w_in, w, b):
+    h = torch.tanh(x @ w_in + linear(v, w, b))
+    return h, h
+
+
+def delayed(x, v, past, w):
+    """The product is of what a state was one step before."""
+    v = 0.5 * v + x + past @ w
+    return torch.tanh(v), v, torch.tanh(v)
+
+
+def whole_mean(x, v):
+    return x - 0.1 * v.mean(), 0.5 * v + x
+
+
+def rolled(x, v, w):
+    h = torch.sin(x + w * v.roll(1, -1))
+    return h, h
+
+
+def computed_weights(x, v, w, mask):
+    """The weights are themselves computed, once per call."""
+    v = torch.tanh(x + v @ (w * mask).T)
+    return v, v
+
+
+def weights(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=f64, device="cpu") * 0.4
+
+
+W = weights(H, H)
+CASES = {
+    "lif": (lif, H, 2, [W]),
+    "two products": (two_products, H, 2, [W]),
+    "an input too": (input_too, INPUTS, 1, [weights(INPUTS, H), W, weights(H)]),
+    "delayed": (delayed, H, 2, [W]),
+    "mean": (whole_mean, H, 1, []),
+    "rolled": (rolled, H, 1, [weights(H)]),
+    "computed weights": (computed_weights, H, 1, [W, (weights(H, H, seed=2) > 0).to(f64)]),
+}
+
+
+def operands(name, T=7, batch=(3,), dtype=f64):
+    core, width, states, params = CASES[name]
+    generator, device = torch.Generator("cpu").manual_seed(0), torch.get_default_device()
+    x = torch.randn(T, *batch, width, generator=generator, dtype=f64, device="cpu")
+    starts = [torch.rand(*batch, H, generator=generator, dtype=f64, device="cpu") for _ in range(states)]
+    inputs, starts, params = [[t.to(device, dtype) for t in group] for group in ([x], starts, params)]
+    return core, inputs, starts, params
+
+
+def check_mixing(core, inputs, states, params, scale=1.0, tolerance=None, **options):
+    fused, grads = evaluate(core, inputs, states, params, backend="auto", **options)
+    eager, want = evaluate(core, inputs, states, params, backend="torch", **options)
+    assert_same_values(fused, eager, exact=False, tolerance=tolerance)
+    assert_same_grads(grads, want, scale)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_the_eager_loop(name):
+    core, *given = operands(name)
+    check_mixing(core, *given)
+    check_mixing(core, *given, sequences=True)  # whose cotangents come at every step
+    with torch.no_grad():
+        got, want = [flexsn.scan(core, *given, backend=b, strict=b == "auto") for b in ("auto", "torch")]
+    for a, b in zip((*got.outputs, *got.states), (*want.outputs, *want.states), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("T", [1, 2, 17, 33])
+@pytest.mark.parametrize("batch", [(), (1,), (9,), (2, 3)])
+def test_sizes(T, batch):
+    if batch:
+        check_mixing(*operands("two products", T, batch)) if len(batch) == 1 else check_mixing(*operands("lif", T, batch))
+    else:
+        check_mixing(*operands("computed weights", T, batch))
+
+
+def test_no_steps():
+    core, (x,), states, params = operands("lif")
+    found = flexsn.scan(core, [x[:0]], states, params)
+    assert found.outputs[0].shape == (0, 3, H) and torch.equal(found.states[0], states[0])
+
+
+@pytest.mark.parametrize("name", ["lif", "an input too"])
+def test_strided_and_broadcast_operands(name):
+    core, (x,), states, params = operands(name)
+    check_mixing(core, [x.transpose(0, 1).contiguous().transpose(0, 1)], states, params)
+    check_mixing(core, [x[:, :1].expand(7, 3, -1)], states, params)
+    check_mixing(core, [x.flip(0)[::2]], [v[:1] for v in states] if name == "lif" else states, params)
+
+
+def test_default_states():
+    core, (x,), _, params = operands("lif")
+    check_mixing(core, [x], [None, None], params)
+
+
+@pytest.mark.parametrize("name", ["two products", "an input too", "delayed", "mean", "rolled", "computed weights"])
+def test_finite_differences(name):
+    core, inputs, states, params = operands(name, T=4, batch=(2,))
+    given = [t.requires_grad_() for t in (*inputs, *states, *params)]
+
+    def run(x, *rest):
+        found = flexsn.scan(core, [x], rest[: len(states)], rest[len(states) :], strict=True)
+        return (*found.outputs, *found.states)
+
+    assert torch.autograd.gradcheck(run, given)
+
+
+# --- PyTorch's own layers --------------------------------------------------------------------------------------------------------
+def gru(layer, x, h):
+    w_in, w, b_in, b = layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0, layer.bias_hh_l0
+    n = layer.hidden_size
+    r, z, i = [slice(k * n, (k + 1) * n) for k in range(3)]
+    reset = torch.sigmoid(linear(x, w_in[r], b_in[r]) + linear(h, w[r], b[r]))
+    update = torch.sigmoid(linear(x, w_in[z], b_in[z]) + linear(h, w[z], b[z]))
+    new = torch.tanh(linear(x, w_in[i], b_in[i]) + reset * linear(h, w[i], b[i]))
+    h = (1 - update) * new + update * h
+    return h, h
+
+
+def lstm(layer, x, h, c):
+    w_in, w, b_in, b = layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0, layer.bias_hh_l0
+    n = layer.hidden_size
+    i, f, g, o = [linear(x, w_in[s], b_in[s]) + linear(h, w[s], b[s]) for s in (slice(k * n, (k + 1) * n) for k in range(4))]
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return h, h, c
+
+
+@pytest.mark.parametrize(("kind", "core", "states"), [(nn.GRU, gru, 1), (nn.LSTM, lstm, 2)])
+def test_gated_cells_equal_pytorchs(kind, core, states):
+    torch.manual_seed(0)
+    layer, x = kind(INPUTS, H, dtype=f64), torch.randn(11, 3, INPUTS, dtype=f64, requires_grad=True)
+    cotangent = torch.randn(11, 3, H, dtype=f64)
+    leaves = [x, *layer.parameters()]
+    want = layer(x)[0]
+    step = functools.partial(core, layer)
+    got = flexsn.scan(step, [x], [torch.zeros(3, H, dtype=f64)] * states, strict=True).outputs[0]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(y, leaves, cotangent) for y in (got, want)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+# --- the loop in C++ -------------------------------------------------------------------------------------------------------------
+def spiking(width, T=20, batch=11, rate=0.1):
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(T, batch, width, generator=generator) < rate).float() * 2 + 0.1
+    return x.requires_grad_(), (torch.randn(width, width, generator=generator) / width**0.5).requires_grad_(), torch.zeros(batch, width)
+
+
+def trained(core, x, w, start):
+    found = flexsn.scan(core, [x], [start] * 2, [w], strict=True)
+    generator = torch.Generator().manual_seed(1)
+    return (found.outputs[0], *torch.autograd.grad(found.outputs[0], [x, w], torch.randn(x.shape, generator=generator)))
+
+
+@on_cpu
+@pytest.mark.parametrize("width", [16, 33, 100])
+def test_the_loop_serves_products(width, monkeypatch):
+    """Rows of spikes, dense rows, and widths that fill no vector."""
+    walked = []
+    own = cpu_loop.Walk.run
+    monkeypatch.setattr(cpu_loop.Walk, "run", lambda self, *, back: (walked.append(back), own(self, back=back))[1])
+    for dtype, tolerance in ((f32, 1e-5), (f64, 1e-12)):
+        for core in (lif, two_products):
+            x, w, start = [t.detach().to(dtype) for t in spiking(width)]
+            check_mixing(core, [x], [start, start], [w], tolerance=tolerance, scale=10)
+    assert walked == [False, True] * 4
+
+
+@on_cpu
+def test_the_same_bits_at_any_number_of_threads():
+    given, before = spiking(40, batch=64), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = trained(lif, *given)
+        torch.set_num_threads(2)
+        assert all(map(torch.equal, alone, trained(lif, *given)))
+    finally:
+        torch.set_num_threads(before)
+
+
+@on_cpu
+def test_params_that_differ_from_sequence_to_sequence():
+    """The loop walks groups of sequences, whose params must be alike; others take turns in Python."""
+    x, w, start = [t.detach().double() for t in spiking(8, T=5, batch=3)]
+
+    def core(x, v, s, w, tau):
+        h = v + (x + s @ w - v) / tau
+        return torch.sigmoid(h), h, torch.sigmoid(h)
+
+    for tau in (
+        torch.tensor(2.0, dtype=f64),
+        torch.rand(8, dtype=f64) + 1,
+        torch.rand(3, 1, dtype=f64) + 1,
+        torch.rand(3, 8, dtype=f64) + 1,
+    ):
+        check_mixing(core, [x], [start, start], [w, tau])
+
+
+def test_the_backward_decides_nothing_anew():
+    """Inputs in tenths and weights in hundredths put values on thresholds, where another order of a sum flips spikes."""
+    torch.manual_seed(0)
+    T, batch, width = 40, 16, 64
+    x = torch.randint(0, 6, (T, batch, width)).float().div(10).requires_grad_()
+    w = torch.randint(-20, 21, (width, width)).float().div(100).requires_grad_()
+    start, cotangent = torch.zeros(batch, width), torch.randn(T, batch, width)
+
+    def core(x, v, s, w):
+        h = v + (x + s @ w - v) / 2.0
+        s = surrogate.atan(h - 0.3)
+        return s, h * (1.0 - s), s
+
+    spikes = flexsn.scan(core, [x], [start, start], [w], strict=True).outputs[0]
+    v, s, found = start, start, []
+    for t, given in enumerate(x.unbind(0)):
+        h = v + (given + s @ w - v) / 2.0
+        soft = surrogate.atan(h - 0.3)
+        s = soft + (spikes[t] - soft).detach()  # as the forward decided
+        v = h * (1.0 - s)
+        found.append(s)
+    got = torch.autograd.grad(spikes, [x, w], cotangent)
+    want = torch.autograd.grad(torch.stack(found), [x, w], cotangent)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max()
+
+
+# --- where it does not serve -----------------------------------------------------------------------------------------------------
+def test_what_is_mixed_must_be_an_input_or_a_state():
+    core = lambda x, v, w: (x, torch.tanh(x + (2 * v) @ w))
+    given = [torch.randn(4, 2, H)], [torch.zeros(2, H)], [torch.randn(H, H)]
+    with pytest.raises(NotElementwiseError, match=r"\(2 \* v\) @ w"):
+        flexsn.scan(core, *given, strict=True)
+    with pytest.warns(FallbackWarning, match="runs the eager loop"):
+        flexsn.scan(core, *given)
+
+
+def test_shapes_that_fit_neither():
+    with pytest.raises(ShapeMismatchError, match=r"`x` \[3, 4\], `v` \[3, 7\]"):
+        flexsn.scan(input_too, [torch.randn(5, 3, INPUTS)], [torch.zeros(3, 7)], operands("an input too", dtype=f32)[3])
+
+
+def test_a_second_derivative_is_refused():
+    core, (x,), states, params = operands("two products")
+    y = flexsn.scan(core, [x.requires_grad_()], states, params).outputs[0]
+    with pytest.raises(DoubleBackwardError, match="mixes neurons"):
+        torch.autograd.grad(y.sum(), x, create_graph=True, retain_graph=True)
+    with pytest.raises((DoubleBackwardError, RuntimeError)):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=f64), is_grads_batched=True)
+
+
+def test_transforms_take_the_loop():
+    core, (x,), states, params = operands("two products")
+    warnings.simplefilter("ignore", FallbackWarning)
+
+    def loss(w, backend):
+        return flexsn.scan(core, [x], states, [w], backend=backend).outputs[0].sum()
+
+    loss(params[0], "auto")  # a plain call, whose way is known by now
+    got, want = [torch.func.grad(loss)(params[0], backend) for backend in ("auto", "torch")]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*[torch.vmap(lambda w, b=b: loss(w, b))(torch.stack([params[0]] * 2)) for b in ("auto", "torch")])
+
+
+def test_autocast_changes_no_dtype():
+    core, (x,), states, params = operands("two products", dtype=f32)
+    w, found = params[0].requires_grad_(), []
+    for enabled in (True, False):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=enabled):
+            y = flexsn.scan(core, [x], states, [w]).outputs[0]
+            found.append((y, *torch.autograd.grad(y.sum(), w)))
+    assert all(map(torch.equal, *found))
+
+
+def test_captured_tensors_that_change():
+    """Weights in a closure: written to, exchanged, and of a module that is trained."""
+    layer = nn.Linear(H, H, dtype=f64)
+
+    def core(x, v):
+        v = torch.tanh(x + layer(v))
+        return v, v
+
+    x, start = torch.randn(6, 3, H, dtype=f64), torch.zeros(3, H, dtype=f64)
+    for change in (
+        lambda: None,
+        lambda: layer.weight.data.mul_(2),
+        lambda: setattr(layer, "weight", nn.Parameter(torch.eye(H, dtype=f64))),
+    ):
+        change()
+        runs = [flexsn.scan(core, [x], [start], backend=b).outputs[0] for b in ("auto", "torch")]
+        torch.testing.assert_close(*runs, rtol=1e-12, atol=1e-12)
+        grads = [torch.autograd.grad(y.sum(), list(layer.parameters())) for y in runs]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
