@@ -26,13 +26,13 @@ from .neurons import (
     LeakyIntegrator,
     ParametricLIF,
     QuadraticIF,
-    Recurrent,
     RefractoryLIF,
     ResonateAndFire,
     Synaptic,
     TwoCompartmentLIF,
 )
 from .neurons.network import detach_states, get_states, reset_net, set_states
+from .neurons.recurrent import Recurrent
 from .scan import ScanResult, scan
 
 if TYPE_CHECKING:

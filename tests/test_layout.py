@@ -178,6 +178,7 @@ def test_public_names():
         "Delay",
         "FlexSN",
         "PerStep",
+        "Recurrent",
         "ScanResult",
         "__version__",
         "build",

@@ -170,7 +170,7 @@ def _run_apart(
         look, results = run_parts(lambda look: _run_over_parts(core, look, *given, options), error, core, seen, sig, *given, num_outputs)
     except (CannotFuseError, ShapeMismatchError) as why:
         try:
-            look = _apart_from_mixing(why, key, core, seen, sig, *given, num_outputs)
+            look = apart_from_mixing(why, key, core, seen, sig, *given, num_outputs)
             results = _run_over_parts(core, look, *given, options)
         except CannotFuseError:
             if isinstance(why, CannotFuseError):
@@ -195,7 +195,7 @@ def _run_over_parts(
     return layout.states(finals), layout.states(trail) if options["sequences"] else [], layout.outputs(outputs)
 
 
-def _apart_from_mixing(
+def apart_from_mixing(
     error: FlexSNError, key: tuple | None, core: Callable, seen: CapturedValues, sig: Signature, inputs: Sequence[Tensor],
     states: Sequence[Tensor | None], params: Sequence[Tensor], num_outputs: int | None,
 ) -> CapturedValues:  # fmt: skip

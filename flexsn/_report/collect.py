@@ -14,8 +14,9 @@ from .._capture.signature import core_name, loop_shape
 from .._codegen.language import numbers
 from .._operator.autograd import run_call
 from .._operator.call import Call
-from .._operator.dispatch import read_by, run_parts
+from .._operator.dispatch import apart_from_mixing, read_by, run_parts
 from .._operator.fallback import unsaid
+from .._operator.mixing.mixing_calls import Rest
 from .._operator.prepare import prepare
 from .._plan.plan import KernelPlan
 from .._program.inner import InnerLayout
@@ -47,7 +48,7 @@ from .hoisted import hoisted_ops, op_of
 from .measure import Others, beside_copies
 from .model import Choice, Operand, Pass, Problem, SourceLine
 from .reports import NetworkReport, Report
-from .subject import Subject, machine_facts, on_parts, source_of, subject_of
+from .subject import Subject, machine_facts, of_rest, on_parts, source_of, subject_of
 from .vectors import vector_facts
 
 
@@ -123,7 +124,7 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
         if call is not None:
             _describe_graphs(report, subject, call)
             report.passes = {name: _pass(name, launch, call) for name, launch in launches.items()}
-        if call is not None and measure and launches and call.T and report.neurons:
+        if call is not None and measure and launches and call.T and report.neurons and not isinstance(subject.seen.wrap, Rest):
             _measure(report, subject, call)
     return report
 
@@ -134,10 +135,17 @@ def _call_of(subject: Subject) -> tuple[Subject, Call]:
     try:
         return s, _call(s, build=False)
     except (ComplexStepError, NotElementwiseError, ShapeMismatchError) as error:
-        parts = run_parts(
-            lambda look: _call_of(on_parts(s, look)), error, s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.num_outputs
-        )  # fmt: skip
-        return parts[1]
+        try:
+            parts = run_parts(
+                lambda look: _call_of(on_parts(s, look)), error, s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.num_outputs
+            )  # fmt: skip
+            return parts[1]
+        except (CannotFuseError, ShapeMismatchError) as why:
+            try:
+                rest = of_rest(s, apart_from_mixing(why, (), s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.num_outputs))
+                return rest, _call(rest, build=False)
+            except CannotFuseError:
+                raise why from None
 
 
 def _call(subject: Subject, build: bool = True) -> Call:
@@ -224,6 +232,8 @@ def _choice(subject: Subject, problem: Problem | None) -> Choice:
     )
     if isinstance(subject.seen.wrap, InnerLayout):
         why += "; values along an inner dim are states, inputs and outputs of their own, and added from the first to the last"
+    if isinstance(subject.seen.wrap, Rest):
+        why += f"; it runs the rest, in turns with the calls that mix neurons: {subject.seen.wrap}"
     return Choice(name, why, True, others)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
 from .._captured.captured_values import CapturedValues, look
+from .._operator.mixing.mixing_calls import Rest
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN
@@ -85,6 +86,17 @@ def on_parts(subject: Subject, look: CapturedValues) -> Subject:
     inputs, states = layout.split(subject.inputs, subject.states)
     leaves = tuple([_leaf(x, x.requires_grad) for x in inputs])
     return dataclasses.replace(subject, sig=layout.signature, seen=look, inputs=leaves, states=states, num_outputs=layout.num_outputs)
+
+
+def of_rest(subject: Subject, look: CapturedValues) -> Subject:
+    """The same of what is left of the core without its calls that mix neurons, whose results are zeros."""
+    rest: Rest = look.wrap
+    T, first = subject.inputs[0].shape[0], subject.inputs[0]
+    mixed = [_leaf(first.new_zeros((T, *m.result.shape), dtype=m.result.dtype), True) for m in rest.mixing]
+    pairs = zip(subject.states, rest.metas[rest.sig.num_inputs :], strict=True)
+    states = tuple([first.new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs])
+    inputs = (*[subject.inputs[k] for k in rest.inputs], *mixed)
+    return dataclasses.replace(subject, sig=rest.signature, seen=look, inputs=inputs, states=states)
 
 
 def _of_module(module: FlexSN, example: Sequence[Any], states: Any, params: Sequence[Tensor], backend: str | None) -> Subject:

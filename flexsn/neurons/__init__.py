@@ -19,7 +19,6 @@ from .integrate import (
     lif,
     parametric_lif,
 )
-from .recurrent import Recurrent
 from .refractory import RefractoryLIF, refractory_lif
 from .reset import reset
 from .synaptic import CubaLI, CubaLIF, Synaptic, cuba_li, cuba_lif
@@ -27,7 +26,7 @@ from .two_variables import ResonateAndFire, TwoCompartmentLIF, resonate_and_fire
 
 __all__ = [
     "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "Bounded", "CubaLI", "CubaLIF", "ExponentialIF", "GatedLIF", "HodgkinHuxley",
-    "Izhikevich", "LeakyIntegrator", "Neuron", "ParametricLIF", "QuadraticIF", "Recurrent", "RefractoryLIF", "ResonateAndFire", "Synaptic",
+    "Izhikevich", "LeakyIntegrator", "Neuron", "ParametricLIF", "QuadraticIF", "RefractoryLIF", "ResonateAndFire", "Synaptic",
     "TwoCompartmentLIF", "adex", "adlif", "alif", "cuba_li", "cuba_lif", "exponential_if", "gated_lif", "hodgkin_huxley",
     "integrate_and_fire", "izhikevich", "klif", "leaky_integrator", "lif", "parametric_lif", "quadratic_if", "refractory_lif", "reset",
     "resonate_and_fire", "two_compartment_lif",

@@ -94,9 +94,8 @@ def test_copies_are_their_own():
             made.mixing.weight.mul_(-3)
             made.reset()
             layer.reset()
-            assert not torch.equal(made(x), y) and torch.equal(layer(x), y) and torch.equal(made(x), by_hand(made, x)) is False
-            made.reset()
-            assert torch.equal(made(x), by_hand(made, x))
+            assert torch.equal(layer(x), y)
+            torch.testing.assert_close(made(x), by_hand(made, x))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,7 @@ def test_a_layer_in_a_network():
     assert list(states) == ["1"] and len(states["1"]) == 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of what Inductor imports; of Dynamo's guards
 def test_compiled():
     net, x = nn.Sequential(nn.Linear(4, 6), layer_of()), torch.randn(9, 3, 4)
     want = net(x)

@@ -46,10 +46,19 @@ class Adaptive(nn.Module):
         return s, h * (1.0 - s), a
 
 
+WEIGHTS = torch.eye(3, device="cpu")
+
+
 def mixes(x, v):
     h = v + x
-    s = flexsn.surrogate.atan(h - v.mean())
+    s = flexsn.surrogate.atan(h - h.mean())
     return s, h
+
+
+def recurrent(x, v, s):
+    h = 0.5 * v + x + s @ WEIGHTS
+    s = flexsn.surrogate.atan(h - 1.0)
+    return s, h, s
 
 
 def branches(x, v):
@@ -229,7 +238,7 @@ def test_without_a_compiler(monkeypatch):
 @pytest.mark.parametrize(
     ("core", "error", "op", "text", "instead"),
     [
-        (mixes, "NotElementwiseError", "mean", "v.mean()", "do this outside the core"),
+        (mixes, "NotElementwiseError", "mean", "h.mean()", "do this outside the core"),
         (branches, "ControlFlowError", None, "if v.max()", "torch.where"),
         (draws, "RandomOpError", "randn_like", "torch.randn_like(x)", "input"),
     ],
@@ -243,6 +252,13 @@ def test_a_core_that_cannot_fuse(core, error, op, text, instead):
     assert [row.kinds for row in made.source if text in row.text] == [("problem",)]
     for shown in (str(made), all_text(parsed(made.html()))):
         assert text in shown and made.problem.hint in shown
+
+
+def test_what_takes_turns_with_a_kernel_is_told():
+    made = flexsn.explain(recurrent, torch.rand(T, 2, 3))
+    assert made.fused and made.problem is None and [o.name for o in made.operands] == ["x", "mixed_0", "v", "s", "WEIGHTS", "output 0"]
+    assert "`mixed_0`, of `s`, at every step" in made.choice.why and "h = 0.5 * v + x + s @ WEIGHTS" in made.choice.why
+    assert parsed(made.html()) is not None and made.to_dict()["fused"]
 
 
 def test_an_op_without_a_rule_has_a_hint():
@@ -502,7 +518,7 @@ def test_hostile_names_are_escaped(tmp_path):
     assert not [e for e in root.iter() if e.tag in ("script", "i", "b")]
     shown = all_text(root)
     assert '<script>alert("x")</script>' in shown and "</pre><script>alert(1)</script>&amp;" in shown and "a&b <i>" in shown
-    bad = flexsn.explain(lambda x, v: (x - v.mean(), v), sequence())
+    bad = flexsn.explain(lambda x, v: (x - (2 * v).mean(), v), sequence())
     bad.problem.hint = bad.problem.message = "<script>alert(2)</script>"
     assert "<script>alert(2)</script>" in all_text(parsed(bad.html())) and not parsed(bad.html()).findall(".//script")
 

@@ -4,7 +4,9 @@ It serves where every mixing call of a state is `s @ w` or `linear(s)` of float3
 one thread: rows of spikes drive rows of the weights, other rows go through blocked products. Each sum runs in one order, so the bits are
 the same at any number of threads.
 
-What it gains: a recurrent LIF of 64 x 256 neurons (`python benchmarks/recurrent.py`).
+What it gains: recurrent LIF layers of 128 to 512 neurons, 100 steps, batch 64, on two cores: inference takes 2.6 to 6.0 times less time
+than a plain loop, a training step 3.3 to 3.8 times less; a training step of a network as for SHD 2.1 times less
+(`python benchmarks/recurrent.py`, 2026-11-27).
 """
 
 from __future__ import annotations

@@ -32,12 +32,14 @@ class Mixing:
         operand: which of inputs and states it takes.
         place: which of the tensors among its arguments that is.
         result: what it returns for one step.
+        line: the user's source line.
     """
 
     number: int
     operand: int
     place: int
     result: Meta
+    line: str
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ class Rest:
     metas: tuple[Meta, ...]
     mixing: tuple[Mixing, ...]
     inputs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        told = []
+        for j, call in enumerate(self.mixing):
+            when = "at every step" if j in self.carried else "once, on the whole sequence"
+            told.append(f"`mixed_{j}`, of `{self.sig.names[call.operand]}`, {when} ({call.line})")
+        return "; ".join(told)
 
     @property
     def signature(self) -> Signature:
@@ -139,7 +148,7 @@ def take_apart(
                 recorder.error = before or why
                 return result
             results.add(recorder.node_of(result))
-            mixing.append(Mixing(number, place_of[nodes[moving[0]]], moving[0], Meta(tuple(result.shape), result.dtype)))
+            mixing.append(Mixing(number, place_of[nodes[moving[0]]], moving[0], Meta(tuple(result.shape), result.dtype), why.line or ""))
             return result
 
         with Answering(answer):
