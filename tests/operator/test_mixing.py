@@ -290,6 +290,17 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=f64), is_grads_batched=True)
 
 
+@pytest.mark.parametrize("written", [0, 1, 2], ids=["input", "state", "weights"])
+def test_what_is_written_to_before_the_backward_is_noticed(written):
+    core, (x,), states, params = operands("delayed")
+    leaves = x.requires_grad_(), states[0], params[0].requires_grad_()
+    y = flexsn.scan(core, [x], states, params).outputs[0]
+    with torch.no_grad():
+        leaves[written].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_transforms_take_the_loop():
     core, (x,), states, params = operands("two products")
     warnings.simplefilter("ignore", FallbackWarning)

@@ -83,6 +83,9 @@ def _grouped(tensors: Sequence[Any], outs: int, states: int) -> tuple[list[Any],
     return list(tensors[:outs]), list(tensors[outs : outs + states]), list(tensors[outs + states : outs + 2 * states])
 
 
+_MOST_STEPS = 64
+
+
 class Loop:
     """The walks over time of one call.
 
@@ -110,8 +113,9 @@ class Loop:
         captured = look.tensors()
         statics = [*given.params, *captured.values()]
         kinds: list[Any] = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in statics]
-        kinds += [None if t is None else (t.shape[-t.dim() :], t.dtype, t.stride()) for t in (*self.inputs, *self.states)]
-        key = ("step", trains, self.T > 1, given.backend, given.num_outputs, *kinds)
+        kinds += [None if x is None else (x.shape[1:], x.dtype, x.stride()[1:]) for x in self.inputs]
+        kinds += [(v.shape, v.dtype, v.stride()) for v in self.states]
+        key = ("step", trains, given.backend, given.num_outputs, *kinds)
         call = look.over_parts.get(key)
         if call is None:
             one = [None if x is None else x[:1] for x in self.inputs]
@@ -120,6 +124,8 @@ class Loop:
             states = [v.clone() for v in self.states]
             for tensor in [*[one[place] for place, _, _ in self.carried], *states] if trains else ():
                 tensor.requires_grad_(tensor.is_floating_point())  # type: ignore[union-attr]  # all are there
+            if len(look.over_parts) >= _MOST_STEPS:
+                look.over_parts.clear()
             with torch.set_grad_enabled(trains):
                 call = look.over_parts[key] = prepare(
                     given.core, look, look.wrap.signature, one, states, given.params, captured, given.backend, trains,  # type: ignore[arg-type]  # all are there
@@ -197,7 +203,7 @@ class _Feedback(torch.autograd.Function):
         """`tensors`: outputs, final states, states after every step; initial states; fixed tensors of mixing calls, and their results."""
         states = len(loop.states)
         ctx.loop, ctx.outs = loop, outs
-        ctx.save_for_backward(*tensors[outs + states : outs + 2 * states], *tensors[len(tensors) - len(loop.carried) :])
+        ctx.save_for_backward(*tensors[outs + states : outs + 2 * states], *tensors[outs + 3 * states :])
         ctx.set_materialize_grads(False)
         return tuple([t.view_as(t) for t in tensors[: outs + 2 * states]])
 
@@ -216,7 +222,10 @@ class _Feedback(torch.autograd.Function):
         """Return the gradients of what `forward` was given."""
         loop: Loop = ctx.loop
         states = len(loop.states)
-        trail, mixed = ctx.saved_tensors[:states], ctx.saved_tensors[states:]
+        saved = ctx.saved_tensors  # raises if one was written to since
+        trail, fixed, mixed = saved[:states], iter(saved[states : len(saved) - len(loop.carried)]), saved[len(saved) - len(loop.carried) :]
+        for _, _, f in loop.carried:
+            f.fixed = [next(fixed) for _ in f.fixed]
         outputs, finals, trails = _grouped(grads, ctx.outs, states)
         back = loop.backward(mixed, trail, (outputs, finals, trails))
         starts: list[Tensor | None] = [None] * states
