@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._capture.arguments import Stateful
 from .._capture.signature import core_name, positional_names
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN
 
 Mixing = Callable[[Tensor], Tensor]
@@ -22,15 +23,30 @@ class _Step:
 
     def __init__(self, core: Callable[..., Any], mixing: Mixing, num_inputs: int, num_states: int):
         self.advance, self.mixing = core, mixing
-        names = [*positional_names(core)[0][: num_inputs + num_states], "y"]
+        self.dtype = _dtype(mixing)
+        names = [*positional_names(core)[0][: num_inputs + num_states]]
+        names.append(next(name for k in itertools.count() if (name := "y" + "_" * k) not in names))
         self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in names])
         self.__name__ = f"recurrent_{core_name(core)}"
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         first, before = operands[0], operands[-1]
-        returned = self.advance(first + self.mixing(before), *operands[1:-1])
+        mixed = self.mixing(before if self.dtype is None else before.to(self.dtype))
+        if not isinstance(mixed, Tensor):
+            raise ArgumentError(f"the mixing returned a {type(mixed).__name__}, not a tensor", core=self.__name__)
+        try:
+            total = first + mixed
+        except RuntimeError as error:
+            raise ShapeMismatchError(f"the mixing returned {list(mixed.shape)}, and a step of the input is {list(first.shape)}") from error
+        returned = self.advance(total, *operands[1:-1])
         values = (returned,) if isinstance(returned, Tensor) else tuple(returned)
         return *values, values[0]
+
+
+def _dtype(mixing: Mixing) -> torch.dtype | None:
+    """Return the dtype of a module's parameters if they are 16-bit floats, which cores compute in float32: it needs its operand in that."""
+    own = next(mixing.parameters(), None) if isinstance(mixing, nn.Module) else None
+    return own.dtype if own is not None and own.dtype in (torch.float16, torch.bfloat16) else None
 
 
 class Recurrent(FlexSN):
@@ -87,7 +103,7 @@ class Recurrent(FlexSN):
                 hint="Learn the argument as it is.",
             )  # fmt: skip
         seen = neuron.captured_values()
-        found = [neuron.core, self.mixing, *[read() for read in seen.own.values()]]
+        found = [neuron.core, self.mixing, _dtype(self.mixing), *[read() for read in seen.own.values()]]
         if len(found) == len(self._followed) and all(a is b for a, b in zip(found, self._followed, strict=True)):
             return
         self._followed = found
@@ -101,6 +117,8 @@ class Recurrent(FlexSN):
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         if not torch.compiler.is_dynamo_compiling():  # which takes the core as it was at the last call
             self._follow()
+        if inputs and isinstance(inputs[0], Tensor) and not (inputs[0].is_floating_point() or inputs[0].is_complex()):
+            inputs = (inputs[0].to(self.start_dtype(*inputs)), *inputs[1:])  # spikes, of which the states at the start take the dtype
         return super().forward(*inputs, **named)
 
     def extra_repr(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import flexsn
-from flexsn.errors import ArgumentError, FallbackWarning
+from flexsn.errors import ArgumentError, FallbackWarning, ShapeMismatchError
 
 f64 = torch.float64
 
@@ -154,7 +154,33 @@ def test_compiled():
     torch.testing.assert_close(torch.autograd.grad(got.sum(), list(net.parameters())), grads)
 
 
+def test_spikes_of_other_dtypes():
+    """Integers and bools are spikes; 16-bit layers run as any 16-bit core: computed in float32, in the eager loop."""
+    layer = layer_of(flexsn.LIF())
+    spikes = torch.rand(9, 3, 6) < 0.4
+    want = layer(spikes.float())
+    for dtype in (torch.bool, torch.int64, torch.uint8):
+        layer.reset()
+        assert torch.equal(layer(spikes.to(dtype)), want)
+    warnings.simplefilter("ignore", FallbackWarning)
+    half = layer_of(flexsn.LIF()).bfloat16()
+    y = half(spikes.bfloat16())
+    y.sum().backward()
+    assert y.dtype is torch.bfloat16 and half.mixing.weight.grad is not None
+
+
+def test_names_and_nesting():
+    core = lambda x, y: (torch.tanh(y + x), torch.tanh(y + x))
+    assert flexsn.Recurrent(core, nn.Linear(6, 6), num_states=1)(sequence()).shape == (9, 3, 6)
+    warnings.simplefilter("ignore", FallbackWarning)  # two products in a row, of which the second takes no state
+    assert flexsn.Recurrent(layer_of(), nn.Linear(6, 6))(sequence()).shape == (9, 3, 6)
+
+
 def test_what_is_refused():
+    with pytest.raises(ArgumentError, match="the mixing returned a tuple, not a tensor"):
+        flexsn.Recurrent(flexsn.LIF(), nn.LSTM(6, 6))(sequence())
+    with pytest.raises(ShapeMismatchError, match=r"the mixing returned \[3, 5\], and a step of the input is \[3, 6\]"):
+        flexsn.Recurrent(flexsn.LIF(), nn.Linear(6, 5))(sequence())
     with pytest.raises(ArgumentError, match="must be callable, not Tensor"):
         flexsn.Recurrent(flexsn.LIF(), torch.eye(6))
     with pytest.raises(ArgumentError, match="num_states=2, but the neuron has 1"):

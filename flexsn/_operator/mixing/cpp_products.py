@@ -46,6 +46,8 @@ def outer(first: Tensor, rest: Tensor, grads: Tensor) -> Tensor | None:
     some = rest[:: max(1, len(rest) // 512)]
     if name is None or first.device.type != "cpu" or rest.dtype is not first.dtype or some.count_nonzero() * 5 > some.numel():
         return None
+    if not grads.sum().isfinite():  # zero times one of them is not zero
+        return None
     first, rest, grads = first.contiguous(), rest.contiguous(), grads.contiguous()
     out = first.new_empty((first.shape[1], grads.shape[1]))
     pointers = struct.pack("=4Q", *[t.data_ptr() for t in (first, rest, grads, out)])

@@ -146,7 +146,8 @@ class Walk:
 
     def rows(self, sequence: Tensor) -> Tensor:
         """Return a sequence `[T, *step]` in dense memory."""
-        return sequence.expand(sequence.shape[0], *self.step).contiguous()
+        T, *own = sequence.shape
+        return sequence.reshape(T, *[1] * (len(self.step) - len(own)), *own).expand(T, *self.step).contiguous()
 
     def slots(self, row: Tensor, slot: int) -> Tensor:
         """Return two rows that take turns, one of which starts as `row`."""

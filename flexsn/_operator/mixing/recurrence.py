@@ -19,6 +19,7 @@ from torch import Tensor
 from ..._capture.signature import core_name
 from ..._captured.captured_values import CapturedValues
 from ..._runtime import fork
+from ..._torch.tensors import has_storage
 from ..._torch.transforms import is_plain
 from ...errors import DoubleBackwardError
 from ..call import Call
@@ -102,6 +103,7 @@ class Loop:
         self.inputs, self.states = [None if x is None else x.detach() for x in inputs], [v.detach() for v in states]
         self.carried: Carried = [(len(rest.inputs) + j, rest.state_of(j), mix[j]) for j in rest.carried]
         self.results = [rest.mixing[j].result for j in rest.carried]
+        self.captured = given.look.tensors()  # as they are now: `functional_call` exchanges them before the backward
 
     def step(self, *, trains: bool) -> tuple[Call, list[Tensor]]:
         """Return the call of the rest for one step, and the params and captured tensors that it reads.
@@ -110,7 +112,7 @@ class Loop:
             trains: whether it has gradients of the results of mixing calls, and of states.
         """
         given, look = self.given, self.given.look
-        captured = look.tensors()
+        captured = self.captured
         statics = [*given.params, *captured.values()]
         kinds: list[Any] = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in statics]
         kinds += [None if x is None else (x.shape[1:], x.dtype, x.stride()[1:]) for x in self.inputs]
@@ -205,11 +207,11 @@ class _Feedback(torch.autograd.Function):
         ctx.loop, ctx.outs = loop, outs
         ctx.save_for_backward(*tensors[outs + states : outs + 2 * states], *tensors[outs + 3 * states :])
         ctx.set_materialize_grads(False)
-        return tuple([t.view_as(t) for t in tensors[: outs + 2 * states]])
+        return tuple([t.detach() for t in tensors[: outs + 2 * states]])  # the same memory, to which may be written, as no view of two may
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or not all(g is None or is_plain(g) for g in grads):
+        if torch.is_grad_enabled() or not all(g is None or (is_plain(g) and has_storage(g)) for g in grads):
             raise DoubleBackwardError(
                 "mixes neurons, and its backward is differentiated (`create_graph=True`), or takes batched cotangents",
                 core=core_name(ctx.loop.given.core), hint='Only the eager loop does that: `backend="torch"`.',

@@ -36,6 +36,7 @@ template <class F> struct Product {
   const F* w;
   const F* bias;
   std::vector<F> blocks;  // of `w`
+  bool finite;            // else zero times a weight is not zero
   int64_t from, to, sum;  // places; `sum`, or -1: to which `to` is added
   bool adds;
 };
@@ -59,6 +60,12 @@ template <class F> std::vector<F> packed(const F* w, int64_t width) {
     for (int64_t i = 0; i < width; i += J) std::memcpy(&found[i * width + k * J], w + k * width + i, (width - i < J ? width - i : J) * sizeof(F));
   }
   return found;
+}
+
+template <class F> bool all_finite(const F* values, int64_t count) {
+  F found = F(0);
+  for (int64_t i = 0; i < count; ++i) found += values[i] - values[i];  // NaN of what is not
+  return found == F(0);
 }
 
 // R rows of a product, in one block of columns of which `n` are there. Each sum runs over k in order, whatever R is.
@@ -96,7 +103,7 @@ template <class F> inline void sparse(const F* a, const int32_t* at, int64_t cou
 
 // A row that is mostly zero is driven by what is not; the others go together.
 template <class F>
-inline void product(const F* a, const F* w, const F* blocks, const F* bias, F* out, int64_t rows, int64_t width, int32_t* at, bool adds) {
+inline void product(const F* a, const Product<F>& p, F* out, int64_t rows, int64_t width, int32_t* at) {
   constexpr int64_t J = COLUMNS<F>;
   const F* from[GROUP];
   F* to[GROUP];
@@ -104,18 +111,18 @@ inline void product(const F* a, const F* w, const F* blocks, const F* bias, F* o
   for (int64_t r = 0; r < rows; ++r) {
     const F* row = a + r * width;
     F* target = out + r * width;
-    if (!adds) for (int64_t i = 0; i < width; ++i) target[i] = bias ? bias[i] : F(0);
+    if (!p.adds) for (int64_t i = 0; i < width; ++i) target[i] = p.bias ? p.bias[i] : F(0);
     int64_t count = 0;
     for (int64_t k = 0; k < width; ++k) {
       at[count] = int32_t(k);
       count += row[k] != F(0);
     }
-    if (count * 4 <= width) sparse(row, at, count, w, target, width);
+    if (p.finite && count * 4 <= width) sparse(row, at, count, p.w, target, width);
     else from[left] = row, to[left++] = target;
   }
   for (int64_t i = 0; i < width && left; i += J) {
     const int64_t n = width - i < J ? width - i : J;
-    const F* const block = blocks + i * width;
+    const F* const block = p.blocks.data() + i * width;
     int64_t r = 0;
     for (; r + 8 <= left; r += 8) dense<F, 8>(from + r, block, to + r, width, i, n);
     for (; r + 4 <= left; r += 4) dense<F, 4>(from + r, block, to + r, width, i, n);
@@ -141,7 +148,7 @@ template <class F> int recurrent(void* const* arrays, const double* numbers, con
   for (int64_t p = 0; p < products; ++p, d += 4) {
     void* const* given = arrays + 1 + 2 * places + 2 * p;
     const F* const w = static_cast<const F*>(given[0]);
-    product_of[p] = {w, static_cast<const F*>(given[1]), packed(w, width), d[0], d[1], d[2], d[3] != 0};
+    product_of[p] = {w, static_cast<const F*>(given[1]), packed(w, width), all_finite(w, width * width), d[0], d[1], d[2], d[3] != 0};
   }
   const int64_t each = (sequences + threads - 1) / threads, group = each < GROUP ? (each > 0 ? each : 1) : GROUP;
   int failed = 0;
@@ -156,7 +163,7 @@ template <class F> int recurrent(void* const* arrays, const double* numbers, con
       const auto multiply = [&](int64_t t) {
         for (const Product<F>& p : product_of) {
           F* const to = reinterpret_cast<F*>(lies(p.to, t));
-          product(reinterpret_cast<const F*>(lies(p.from, t)), p.w, p.blocks.data(), p.bias, to, rows, width, at.data(), p.adds);
+          product(reinterpret_cast<const F*>(lies(p.from, t)), p, to, rows, width, at.data());
           if (p.sum < 0) continue;
           F* const sum = reinterpret_cast<F*>(lies(p.sum, t));
           for (int64_t i = 0; i < n; ++i) sum[i] += to[i];
