@@ -170,7 +170,8 @@ def _run_apart(
         look, results = run_parts(lambda look: _run_over_parts(core, look, *given, options), error, core, seen, sig, *given, num_outputs)
     except (CannotFuseError, ShapeMismatchError) as why:
         try:
-            look = apart_from_mixing(why, key, core, seen, sig, *given, num_outputs)
+            plain = None if options["backend"] == "hop" else key  # whose calls are ops of a graph
+            look = apart_from_mixing(why, plain, core, seen, sig, *given, num_outputs)
             results = _run_over_parts(core, look, *given, options)
         except CannotFuseError:
             if isinstance(why, CannotFuseError):

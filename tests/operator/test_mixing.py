@@ -333,6 +333,12 @@ def test_what_is_mixed_must_be_an_input_or_a_state():
         flexsn.scan(core, *given)
 
 
+def test_the_operator_of_graphs_takes_no_such_core():
+    core, *given = operands("delayed")
+    with pytest.raises(NotElementwiseError, match="past @ w"):
+        flexsn.scan(core, *given, backend="hop")
+
+
 def test_shapes_that_fit_neither():
     with pytest.raises(ShapeMismatchError, match=r"`x` \[3, 4\], `v` \[3, 7\]"):
         flexsn.scan(input_too, [torch.randn(5, 3, INPUTS)], [torch.zeros(3, 7)], operands("an input too", dtype=f32)[3])
