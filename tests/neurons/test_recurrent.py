@@ -178,7 +178,7 @@ def test_names_and_nesting():
 
 def test_what_is_refused():
     with pytest.raises(ArgumentError, match="the mixing returned a tuple, not a tensor"):
-        flexsn.Recurrent(flexsn.LIF(), nn.LSTM(6, 6))(sequence())
+        flexsn.Recurrent(flexsn.LIF(), lambda y: (y, y))(sequence())
     with pytest.raises(ShapeMismatchError, match=r"the mixing returned \[3, 5\], and a step of the input is \[3, 6\]"):
         flexsn.Recurrent(flexsn.LIF(), nn.Linear(6, 5))(sequence())
     with pytest.raises(ArgumentError, match="must be callable, not Tensor"):
