@@ -143,6 +143,7 @@ def test_a_layer_in_a_network():
     assert list(states) == ["1"] and len(states["1"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of what Inductor imports; of Dynamo's guards
 def test_compiled():
     net, x = nn.Sequential(nn.Linear(4, 6), layer_of()), torch.randn(9, 3, 4)
