@@ -58,7 +58,7 @@ class Recurrent(FlexSN):
 
     On a CPU a C++ loop runs layers whose mixing is a product with weights (`nn.Linear`, `lambda y: y @ w`) of float32 or float64; spikes
     that are mostly zero drive rows of the weights. Any other mixing, and any on a GPU, takes turns with the neuron's kernel. Under
-    `torch.compile`, export, ``torch.func` and autocast such a layer runs as any core that mixes neurons.
+    `torch.compile`, export and `torch.func` such a layer runs as any core that mixes neurons; autocast does not reach into it.
 
     Args:
         neuron: any neuron of flexsn, or a core, with `num_states`.
@@ -70,7 +70,9 @@ class Recurrent(FlexSN):
         neuron, mixing: as given. Their parameters are this layer's: `neuron.tau`, `mixing.weight`.
 
     Raises:
-        ArgumentError: no neuron or core; a neuron with bounds, parametrized or pruned arguments, which the layer does not compute anew.
+        ArgumentError: the mixing is not callable, or returns no tensor; the neuron has `params`, or bounds, parametrized or pruned
+            arguments, which the layer does not compute anew.
+        ShapeMismatchError: the mixing returns a shape that does not broadcast with a step of the input.
     """
 
     def __init__(
