@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from . import errors, neurons, surrogate
+from ._over_time.network import over_time
 from ._torch_compile.export import decompose
 from ._version import __version__
 from ._viz import plot
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
     from ._report import explain
 
 __all__ = [
-    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "Delay", "ExponentialIF", "FlexSN", "GatedLIF", "HodgkinHuxley",
-    "Izhikevich", "LeakyIntegrator", "ParametricLIF", "PerStep", "QuadraticIF", "Recurrent", "RefractoryLIF", "ResonateAndFire",
-    "ScanResult", "Synaptic", "TwoCompartmentLIF", "__version__", "build", "convert", "decompose", "detach_states", "errors", "explain",
-    "from_nir", "get_states", "lowlevel", "monitor", "neuron_parallel", "neurons", "plot", "reset_net", "scan", "set_states", "surrogate",
-    "to_nir",
+    "ALIF", "IF", "KLIF", "LIF", "AdEx", "AdLIF", "CubaLI", "CubaLIF", "Delay", "ExponentialIF", "FlexSN", "GatedLIF",
+    "HodgkinHuxley", "Izhikevich", "LeakyIntegrator", "ParametricLIF", "PerStep", "QuadraticIF", "Recurrent", "RefractoryLIF",
+    "ResonateAndFire", "ScanResult", "Synaptic", "TwoCompartmentLIF", "__version__", "build", "convert", "decompose",
+    "detach_states", "errors", "explain", "from_nir", "get_states", "lowlevel", "monitor", "neuron_parallel", "neurons",
+    "over_time", "plot", "reset_net", "scan", "set_states", "surrogate", "to_nir",
 ]  # fmt: skip
 
 

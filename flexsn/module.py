@@ -31,6 +31,7 @@ from ._captured.core_owner import CoreOwner, Tensors, free_names
 from ._operator.checkpointed import Within, enter, starts_anew
 from ._operator.dispatch import run_core
 from ._operator.library import carry
+from ._over_time.walks import walking
 from ._runtime.backends import NAMES as BACKEND_NAMES
 from ._runtime.backends import check_backend
 from ._torch.autograd import current_backward
@@ -182,14 +183,10 @@ class FlexSN(CoreOwner):
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         """Run the sequence(s); see the class for shapes."""
-        if named:
-            raise OperandCountError(f"takes inputs by position, but was given {list(named)} by name", core=core_name(self.core))
-        if len(inputs) != self.num_inputs:
-            raise OperandCountError(
-                f"needs {self.num_inputs} inputs but was given {len(inputs)}", core=core_name(self.core),
-                hint=f"It was made with num_states={self.num_states} and {self.num_params} params; what is left of the core's arguments "
-                "are inputs, unless `num_inputs=` says how many. Tensors that go to every step unchanged are listed in `params=`.",
-            )  # fmt: skip
+        if named or len(inputs) != self.num_inputs:
+            raise self._wrong_call(inputs, named)
+        if not torch.compiler.is_dynamo_compiling() and walking.now is not None:
+            return walking.now.neuron(self, inputs)
         exported = exporting() if torch.compiler.is_dynamo_compiling() else torch.compiler.is_exporting()
         if exported and isinstance(self.states, list):
             refuse_carried(core_name(self.core))
@@ -243,6 +240,15 @@ class FlexSN(CoreOwner):
     def supported_step_mode(self) -> tuple[str, str]:
         """What `step_mode` may be set to."""
         return "s", "m"
+
+    def _wrong_call(self, inputs: Sequence[Any], named: dict[str, Any]) -> OperandCountError:
+        if named:
+            return OperandCountError(f"takes inputs by position, but was given {list(named)} by name", core=core_name(self.core))
+        return OperandCountError(
+            f"needs {self.num_inputs} inputs but was given {len(inputs)}", core=core_name(self.core),
+            hint=f"It was made with num_states={self.num_states} and {self.num_params} params; what is left of the core's arguments "
+            "are inputs, unless `num_inputs=` says how many. Tensors that go to every step unchanged are listed in `params=`.",
+        )  # fmt: skip
 
     def _check_inputs(self, inputs: Sequence[Any]) -> None:
         """What `scan` cannot check, since tensors are reshaped before."""

@@ -17,7 +17,7 @@ import flexsn
 PACKAGE = Path(flexsn.__file__).parent
 ORDER = [  # directories and files at the top; each imports only what stands before it
     "errors", "_version", "_torch", "_ir", "_surrogate_arguments", "surrogate", "_capture", "_captured", "_plan", "_codegen", "_runtime", "_program", "_operator", "_torch_compile",
-    "scan", "module", "neurons", "lowlevel", "_viz", "_report", "interchange", "_cli", "__main__",
+    "_over_time", "scan", "module", "neurons", "lowlevel", "_viz", "_report", "interchange", "_cli", "__main__",
 ]  # fmt: skip
 
 
@@ -195,6 +195,7 @@ def test_public_names():
         "neuron_parallel",
         "plot",
         "neurons",
+        "over_time",
         "reset_net",
         "scan",
         "surrogate",

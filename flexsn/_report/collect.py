@@ -18,6 +18,8 @@ from .._operator.dispatch import apart_from_mixing, read_by, run_parts
 from .._operator.fallback import unsaid
 from .._operator.mixing.mixing_calls import Rest
 from .._operator.prepare import prepare
+from .._over_time.steps import Step
+from .._over_time.walks import walking
 from .._plan.plan import KernelPlan
 from .._program.inner import InnerLayout
 from .._program.pairs import ComplexStepError
@@ -104,11 +106,25 @@ def _explain_network(network: nn.Module, example: Sequence[Tensor], backend: str
     for name, module in network.named_modules():
         if isinstance(module, FlexSN):
             module.reset()
-            module.register_forward_pre_hook(lambda m, inputs, n=name: calls.setdefault(n, (m, inputs)) and None)
+            module.register_forward_pre_hook(_Noting(calls, name))
     with torch.no_grad(), unsaid():
         network(*example)
     found = {n: _explain_one(subject_of(m, inputs, None, (), backend), measure) for n, (m, inputs) in calls.items()}
     return NetworkReport(found)
+
+
+class _Noting:
+    """A hook that notes with what a neuron is called first: a sequence, of a network that `over_time` runs."""
+
+    takes_steps = True
+
+    def __init__(self, calls: dict[str, tuple[FlexSN, tuple[Tensor, ...]]], name: str):
+        self.calls, self.name = calls, name
+
+    def __call__(self, module: FlexSN, inputs: tuple[Tensor, ...]) -> None:
+        if walking.now is not None:
+            module.step_mode, inputs = "m", tuple([x.whole if isinstance(x, Step) else x.unsqueeze(0) for x in inputs])
+        self.calls.setdefault(self.name, (module, inputs))
 
 
 def _explain_one(subject: Subject, measure: bool) -> Report:

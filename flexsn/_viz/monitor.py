@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._capture.signature import make_signature
+from .._over_time.walks import walking
 from .._torch.autograd import current_backward
 from .._torch.compiling import is_compiled, outside_dynamo, unseen_by_dynamo
 from .._torch.transforms import is_plain
@@ -254,16 +255,22 @@ def _after_call(record: LayerRecord, common: str, module: nn.Module, inputs: Any
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     if not isinstance(first, Tensor):
         raise MonitorError(f"{_name(record)} returns {type(first).__name__}, not a tensor", hint="Leave it out of `layers`.")
+    if walking.now is not None:
+        walking.now.watch(record, first, lambda whole: record.see(whole, _states_after_call(record, module, slice(None)), 2))
+        return
     if not is_plain(first):
         raise MonitorError(f"{_name(record)} runs under torch.func or in a trace: no values to keep", hint="Leave the `with` before.")
     if current_backward() >= 0:  # an activation checkpoint runs the call again
         record.follow(first)
         return
-    record.see(first, _states_after_call(record, module), 1 if (_mode(module) or common) == "s" else 2)
+    new = slice(-1 if getattr(module, "step_mode", "") == "s" else None, None)  # a converted node of SpikingJelly adds up single steps
+    record.see(first, _states_after_call(record, module, new), 1 if (_mode(module) or common) == "s" else 2)
 
 
 class _Hook(partial):
     """A monitor's forward hook. In copies and files it is one that does nothing: what runs there is none of the monitor's."""
+
+    takes_steps = True  # of `over_time`, which shows it sequences
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_hook, ()
@@ -282,9 +289,8 @@ def watches(hook: Any) -> bool:
     return isinstance(hook, _Hook) or hook is _unwatched
 
 
-def _states_after_call(record: LayerRecord, module: nn.Module) -> dict[str, Tensor]:
+def _states_after_call(record: LayerRecord, module: nn.Module, new: slice) -> dict[str, Tensor]:
     if isinstance(module, FlexSN):
-        new = slice(-1, None) if module.step_mode == "s" else slice(None)  # a converted node of SpikingJelly adds up single steps
         sequences = zip(_state_names(module), module.state_seqs or (), strict=False)
         return {name: sequence[new] for name, sequence in sequences if name in record.states}
     found = {name: getattr(module, name) for name in record.states}

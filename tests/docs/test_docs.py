@@ -213,6 +213,12 @@ def test_own_neuron_runs():
     assert names["neuron"].core.w_alpha.grad.abs().sum() > 0
 
 
+def test_recurrent_networks_run():
+    names = run_snippets("recurrent.md")
+    assert 0 < names["spikes"].mean() < 1
+    assert names["y"].shape == (20, 4, 8) and names["network"].conv.weight.grad.abs().sum() > 0
+
+
 @pytest.mark.slow
 def test_add_an_op(tmp_path):
     """The lines of the page, added to a copy of the package, are all that its core needs."""

@@ -1,0 +1,1 @@
+"""A network whose forward is one step, run over a whole sequence."""

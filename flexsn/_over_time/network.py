@@ -1,0 +1,203 @@
+"""`flexsn.over_time`: a network whose forward is one step, as a module that takes sequences."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._operator.fallback import warn_once
+from .._torch.autograd import current_backward
+from .._torch.compiling import outside_dynamo
+from ..errors import ArgumentError, SequenceLengthError
+from .steps import AllSteps, leaves, mapped, step_of
+from .walks import PlainLoop, StepByStepError
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INTERNAL = nn.Module().__dict__.keys()
+
+
+class OverTime(nn.Module):
+    """A network whose forward is one step, as a module that takes sequences; `flexsn.over_time` makes one.
+
+    Attributes:
+        network: what was given.
+        reason: why its last call ran step by step; None if it did not.
+    """
+
+    def __init__(self, network: nn.Module, strict: bool):
+        super().__init__()
+        self.network, self.strict = network, strict
+        self.reason: str | None = None
+        self._reasons: dict[tuple[bool, ...], StepByStepError] = {}  # by which modules train
+
+    @outside_dynamo("flexsn.over_time calls the network with tensors that stand for one step: compile what lies around it")
+    def forward(self, *inputs: Any) -> Any:
+        """`[T, *shape]` of each input to `[T, *shape]` of each output."""
+        T = _length(inputs)
+        modules = list(self.network.modules())
+        training = tuple([m.training for m in modules])
+        why = self._reasons.get(training) or _refused(modules)
+        if why is None:
+            before = _Before(modules)
+            try:
+                results = self._at_once(T, inputs, modules, before)
+            except Exception as error:  # whatever it is: the loop raises what the user's own step does
+                before.restore()
+                if current_backward() >= 0:  # an activation checkpoint runs the call again, and stops it when it has what it needs
+                    raise
+                why = error if isinstance(error, StepByStepError) else StepByStepError(f"{type(error).__name__}: {error}")
+                results = self._step_by_step(T, inputs, why)
+                self._reasons[training] = why
+        else:
+            results = self._step_by_step(T, inputs, why)
+        self.reason = None if why is None else why.reason
+        return results
+
+    def _at_once(self, T: int, inputs: Any, modules: Sequence[nn.Module], before: _Before) -> Any:
+        counts = [
+            m.num_batches_tracked for m in modules if isinstance(m, _BATCH_NORMS) and m.training and m.num_batches_tracked is not None
+        ]
+        walk = AllSteps(T, counts, [m for m in modules if _is_neuron(m)])
+        with walk, walk.on(walk):
+            results = self.network(*mapped(lambda x: step_of(x) if isinstance(x, Tensor) else x, inputs))
+        if (written := before.written()) is not None:
+            raise StepByStepError(f"a step writes to `{written}`")
+        walk.finish()
+        return mapped(lambda y: walk.sequence(y) if isinstance(y, Tensor) else y, results)
+
+    def _step_by_step(self, T: int, inputs: Any, why: StepByStepError) -> Any:
+        if self.strict:
+            raise why
+        if not T:
+            raise SequenceLengthError("over_time runs this network step by step, and there is no step", hint=f"Because {why.reason}.")
+        warn_once("a network step by step", why)
+        walk = PlainLoop()
+        with walk.on(walk):
+            steps = [self.network(*_at(t, inputs)) for t in range(T)]
+        walk.finish()
+        columns = zip(*map(leaves, steps), strict=True)
+        joined = iter([torch.stack(column) if isinstance(column[0], Tensor) else column[-1] for column in columns])
+        return mapped(lambda _: next(joined), steps[0])
+
+    def extra_repr(self) -> str:
+        return "strict=True" if self.strict else ""
+
+
+def over_time(network: nn.Module, *, strict: bool = False) -> OverTime:
+    """Return a module that runs `network`, whose forward is one step, over whole sequences: `[T, *shape]` to `[T, *shape]`.
+
+    It holds the network: no copy is made, parameters are shared. Every flexsn neuron inside takes one step for each step of the
+    sequence, whatever its `step_mode` says; states start, are carried, reset and detached as each neuron says.
+
+    All steps run at once: the network's forward is called once, with tensors that look like one step. Neurons run their fused
+    kernels over the sequence; linear, convolutional and pooling layers take time folded into the batch; what else the forward does is
+    mapped over time. A batch norm in training has the statistics of each step, and its running ones are as after T steps; dropout
+    draws for every step. `flexsn.monitor`, and neurons that store states, see whole sequences.
+
+    A network that cannot be run so is run step by step, a neuron's kernel at a time, and a `FallbackWarning` says why: its forward
+    writes to an attribute or a buffer, reads values or the states of a neuron, calls a neuron twice; a layer has hooks, or is a batch
+    norm in training without momentum.
+
+    Args:
+        network: takes and returns tensors of one step, or tuples, lists or dicts of them.
+        strict: raise where it would run step by step.
+
+    Returns:
+        A module with attributes `network`, and `reason`: why the last call ran step by step. `torch.compile` breaks its graph there,
+        and the kernels run as they do in eager mode.
+
+    Raises:
+        ArgumentError: `network` is no module.
+        SequenceLengthError: inputs of different lengths.
+    """
+    if not isinstance(network, nn.Module):
+        raise ArgumentError(f"over_time takes a module, not a {type(network).__name__}", hint="Its forward is one step.")
+    return OverTime(network, strict)
+
+
+def _length(inputs: Any) -> int:
+    lengths = {x.shape[0] if x.dim() else None for x in leaves(inputs) if isinstance(x, Tensor)}
+    if len(lengths) == 1 and None not in lengths:
+        return next(iter(lengths))  # type: ignore[return-value]  # it is not None
+    told = "no tensor" if not lengths else "a tensor without dims" if None in lengths else f"sequences of lengths {sorted(lengths)}"  # type: ignore[type-var]  # they are numbers
+    raise SequenceLengthError(f"over_time was given {told}", hint="Its inputs are sequences of one length, [T, *shape].")
+
+
+def _at(t: int, inputs: Any) -> Any:
+    """Return step `t` of sequences."""
+    return mapped(lambda x: x[t] if isinstance(x, Tensor) else x, inputs)
+
+
+def _is_neuron(module: nn.Module) -> bool:
+    return getattr(module, "runs_sequences", False)
+
+
+def _refused(modules: Sequence[nn.Module]) -> StepByStepError | None:
+    """Return why not all steps can run at once, as far as that is known beforehand."""
+    for module in modules:
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not getattr(hook, "takes_steps", False):
+                return StepByStepError(f"a {type(module).__name__} has a hook, which sees one step")
+        if isinstance(module, nn.SyncBatchNorm) and module.training:
+            return StepByStepError("a SyncBatchNorm in training exchanges statistics at every step")
+        if isinstance(module, _BATCH_NORMS) and module.training and module.momentum is None:
+            return StepByStepError(
+                f"a {type(module).__name__} in training has no momentum: its running statistics depend on the number of steps"
+            )
+    return None
+
+
+class _Before:
+    """What a network was before a call: to find what the call wrote to, and to put it back."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.attributes = [(m, dict(m.__dict__), dict(m._buffers)) for m in modules]
+        self.containers = [
+            (m, key, value, list(_items(value))) for m, own, _ in self.attributes for key, value in own.items() if _changes(key, value)
+        ]
+        norms = [m for m in modules if isinstance(m, _BATCH_NORMS) and m.training]
+        self.statistics = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
+
+    def written(self) -> str | None:
+        """Return the name of an attribute that is another now, of a module that is no neuron."""
+        for module, own, buffers in self.attributes:
+            if not _is_neuron(module):
+                was, now = {**own, **buffers}, {**module.__dict__, **module._buffers}
+                for key in (*was, *now):
+                    if was.get(key, was) is not now.get(key, was):
+                        return f"{type(module).__name__}.{key}"
+        for module, key, value, items in self.containers:
+            after = list(_items(value))
+            if not _is_neuron(module) and (len(after) != len(items) or any(a is not b for a, b in zip(after, items, strict=True))):
+                return f"{type(module).__name__}.{key}"
+        return None
+
+    def restore(self) -> None:
+        for module, own, buffers in self.attributes:
+            module.__dict__.clear()
+            module.__dict__.update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for _, _, value, items in self.containers:
+            value.clear()
+            value.update(zip(items[::2], items[1::2], strict=True)) if isinstance(value, dict) else value.extend(items)
+        with torch.no_grad():
+            for buffer, values in self.statistics:
+                buffer.copy_(values)
+
+
+def _changes(key: str, value: Any) -> bool:
+    return isinstance(value, (list, deque)) or (isinstance(value, dict) and key not in _INTERNAL)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """Yield what a container holds; of a dict keys and values."""
+    if isinstance(value, dict):
+        for pair in value.items():
+            yield from pair
+    else:
+        yield from value

@@ -1,0 +1,210 @@
+"""All steps of a network at once: its forward is called with tensors that look like one step, and hold the sequence.
+
+What PyTorch is asked to do to such a tensor is done to the whole sequence: elementwise functions and those that take a batch (`linear`,
+`conv2d`, `max_pool2d`) take it as it is, time folded into the batch; any other function is mapped over time by `torch.vmap`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, handle_torch_function
+
+from ..errors import StaleStateError
+from .walks import StepByStepError, Walk, begins, ends
+
+_OF_A_STEP = {
+    *[getattr(Tensor, name).__get__ for name in ("shape", "ndim")],
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
+}  # fmt: skip
+_OPERATORS = "add eq ge gt le lt mul ne neg pow radd rmul rsub rtruediv sub truediv"
+_ELEMENTWISE = {f"__{name}__" for name in _OPERATORS.split()} | set(
+    "abs add clamp clone contiguous detach div dropout elu eq exp float double gelu ge gt half hardtanh layer_norm le leaky_relu lerp "
+    "linear log lt mul ne neg pow relu rsub sigmoid silu softplus sqrt square sub tanh to true_divide type_as where".split()
+)
+_TAKES_A_BATCH = {"batch_norm": 0, "group_norm": 0} | {
+    f"{name}{dims}d": dims + 1
+    for dims in (1, 2, 3)
+    for name in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "dropout")
+}  # how many dims an input without batch has; 0: there is none
+_DRAWS = set("rand randn randint randperm normal bernoulli multinomial poisson rand_like randn_like randint_like".split())
+_BATCH_NORM = list(inspect.signature(F.batch_norm).parameters)
+
+
+class Step(Tensor):
+    """A tensor of one step, to the network's forward; a tensor without memory, to PyTorch.
+
+    Attributes:
+        whole: its values at all steps, `[T, *shape]`.
+    """
+
+    whole: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_A_STEP:
+            return super().__torch_function__(func, types, args, kwargs)
+        raise StaleStateError(
+            "a tensor of one step of `flexsn.over_time` was used after its call",
+            hint="Return it from the network's forward: a sequence comes out.",
+        )
+
+
+def step_of(whole: Tensor) -> Step:
+    """Return what stands for one step of a sequence."""
+    step = torch.empty(whole.shape[1:], dtype=whole.dtype, device="meta").as_subclass(Step)
+    step.whole = whole
+    return step
+
+
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree of tuples, lists and dicts, its leaves changed."""
+    if isinstance(tree, (tuple, list)):
+        values = [mapped(change, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return {key: mapped(change, value) for key, value in tree.items()} if isinstance(tree, dict) else change(tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of a tree."""
+    if isinstance(tree, (tuple, list, dict)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+def whole_of(tree: Any) -> Any:
+    """Return the sequences in place of the steps that stand for them."""
+    return mapped(lambda leaf: leaf.whole if isinstance(leaf, Step) else leaf, tree)
+
+
+def _step_or_value(leaf: Any) -> Any:
+    return step_of(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+class AllSteps(TorchFunctionMode, Walk):
+    """While inside, functions of PyTorch take tensors of one step, and neurons whole sequences.
+
+    Args:
+        T: how many steps.
+        counts: buffers that count the calls of batch norms.
+        neurons: of the network; what they carry is not to be read before the end.
+    """
+
+    def __init__(self, T: int, counts: Sequence[Tensor], neurons: Sequence[Any]):
+        super().__init__()
+        self.T, self.counts = T, {id(t) for t in counts}
+        self.carried = {neuron: (neuron.states, neuron.state_seqs) for neuron in neurons}
+        self.left: dict[Any, tuple[bool, Sequence[Tensor], list[Tensor] | None]] = {}
+        self.watched: list[tuple[Tensor, Callable[[Tensor], None]]] = []
+        for neuron in neurons:
+            neuron.__dict__.update(states=_NotYet(), state_seqs=_NotYet())
+
+    def neuron(self, neuron: Any, inputs: Sequence[Tensor]) -> Any:
+        if neuron in self.left or neuron not in self.carried:
+            what = "called twice in a step" if neuron in self.left else "no module of the network"
+            raise StepByStepError(f"a {type(neuron).__name__} is {what}")
+        return handle_torch_function(_run_neuron, (), self, neuron, *inputs)
+
+    def finish(self) -> None:
+        """Have the neurons carry their states."""
+        for neuron, (states, sequences) in self.carried.items():
+            neuron.__dict__.update(states=states, state_seqs=sequences)
+            if neuron in self.left:
+                ends(neuron, *self.left[neuron])
+        for output, see in self.watched:
+            see(self.sequence(output))
+
+    def watch(self, record: Any, output: Tensor, see: Callable[[Tensor], None]) -> None:
+        self.watched.append((output, see))
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_A_STEP:
+            return func(*args, **kwargs)
+        if func is _run_neuron:
+            with self.on(None):
+                return mapped(_step_or_value, _run_neuron(self, args[1], *[self.sequence(x) for x in args[2:]]))
+        steps = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Step)]
+        name = getattr(func, "__name__", "")
+        if not steps:
+            return self._without_steps(func, name, args, kwargs)
+        if name == "__get__" and not isinstance(value := func(*whole_of(args)), Tensor):
+            return value
+        if name in ("is_floating_point", "is_complex", "get_device", "is_contiguous"):
+            return func(*whole_of(args), **kwargs)
+        if name == "batch_norm" and dict(zip(_BATCH_NORM, args, strict=False)).get("training", kwargs.get("training")):
+            rows = steps[0].whole.unbind(0)  # each with its own statistics, which the running ones follow step by step
+            return step_of(torch.stack([func(row, *args[1:], **kwargs) for row in rows]))
+        if (rank := _TAKES_A_BATCH.get(name)) is not None and len(steps) == 1 and args and args[0] is steps[0]:
+            return mapped(_step_or_value, _in_the_batch(func, steps[0], rank, args[1:], kwargs))
+        if name in _ELEMENTWISE and _aligned(name, args, kwargs):
+            return mapped(_step_or_value, func(*whole_of(args), **whole_of(kwargs)))
+        return self._over_time(func, args, kwargs, steps)
+
+    def sequence(self, x: Tensor) -> Tensor:
+        """Return a tensor at all steps."""
+        return x.whole if isinstance(x, Step) else x.expand(self.T, *x.shape)
+
+    def _without_steps(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call a function of what is the same at all steps."""
+        if name == "add_" and id(args[0]) in self.counts:
+            return func(args[0], args[1] * self.T)
+        if name in _DRAWS:
+            raise StepByStepError(f"`{name}` draws random numbers that no tensor of the step leads to")
+        if "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i"):
+            raise StepByStepError(f"`{name}` writes to a tensor that is the same at all steps")
+        return func(*args, **kwargs)
+
+    def _over_time(self, func: Any, args: tuple, kwargs: dict[str, Any], steps: Sequence[Step]) -> Any:
+        """Map a function over time."""
+
+        def at_one_step(*given: Tensor) -> Any:
+            values = iter(given)
+            args_, kwargs_ = mapped(lambda leaf: next(values) if isinstance(leaf, Step) else leaf, (args, kwargs))
+            return func(*args_, **kwargs_)
+
+        return mapped(_step_or_value, torch.vmap(at_one_step, randomness="different")(*[s.whole for s in steps]))
+
+
+class _NotYet(list):
+    """In place of what a neuron carries, while all steps run at once."""
+
+    def _read(self, *args: Any) -> Any:
+        raise StepByStepError("a step reads the states of a neuron")
+
+    __getitem__ = __iter__ = __len__ = __bool__ = _read
+
+
+def _run_neuron(walk: AllSteps, neuron: Any, *inputs: Tensor) -> Any:
+    """Run a neuron over sequences."""
+    own = neuron.__dict__
+    own["states"], own["state_seqs"] = walk.carried[neuron]
+    anew, states = begins(neuron, inputs)
+    outputs, finals, sequences = neuron.run(tuple(inputs), states, neuron.store_state_seqs)
+    walk.left[neuron] = anew, finals, sequences
+    own["states"] = own["state_seqs"] = _NotYet()
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _in_the_batch(func: Any, step: Step, rank: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a function that takes a batch, time folded into it."""
+    whole = step.whole
+    if step.dim() == rank:  # a step has no batch
+        return func(whole, *args, **kwargs)
+    return mapped(lambda y: y.unflatten(0, whole.shape[:2]), func(whole.flatten(0, 1), *args, **kwargs))
+
+
+def _aligned(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return whether the dims of all tensors, from the last one on, are those of one step."""
+    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if name in ("linear", "layer_norm"):  # of the last dims, by tensors that are the same at all steps
+        return isinstance(tensors[0], Step) and not any(isinstance(t, Step) for t in tensors[1:])
+    ranks = {t.dim() for t in tensors if isinstance(t, Step)}
+    return len(ranks) == 1 and all(t.dim() <= min(ranks) for t in tensors)

@@ -1,0 +1,101 @@
+"""What a neuron does in a network that `flexsn.over_time` runs: it is told of all steps at once, or of one after the other.
+
+While such a network runs, its walk is `walking.now` in that thread, and every flexsn neuron that is called asks it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._operator.checkpointed import starts_anew
+from .._torch.autograd import current_backward
+from ..errors import CannotFuseError
+
+
+class _Walking(threading.local):
+    now: Walk | None = None
+
+
+walking = _Walking()
+
+
+class StepByStepError(CannotFuseError):
+    """All steps cannot run at once."""
+
+
+class Walk:
+    """One run of a network over a sequence."""
+
+    @contextmanager
+    def on(self, walk: Walk | None) -> Iterator[None]:
+        """Have neurons ask `walk`; None: they run as they do elsewhere."""
+        before, walking.now = walking.now, walk
+        try:
+            yield
+        finally:
+            walking.now = before
+
+    def neuron(self, neuron: Any, inputs: Sequence[Tensor]) -> Any:
+        """Return what a `FlexSN` gives for one step."""
+        raise NotImplementedError
+
+    def watch(self, record: Any, output: Tensor, see: Callable[[Tensor], None]) -> None:
+        """Have a monitor's `record` see what a layer gave at all steps, once the walk is over."""
+        raise NotImplementedError
+
+
+def begins(neuron: Any, inputs: Sequence[Tensor]) -> tuple[bool, Sequence[Tensor | None]]:
+    """Return whether a neuron starts anew, and its states.
+
+    Args:
+        inputs: sequences.
+    """
+    anew = neuron.states is None if neuron._within is None and current_backward() < 0 else starts_anew(neuron)
+    if not (anew or not neuron.stateful):
+        return False, neuron.states
+    return True, neuron.start_states(*(inputs if neuron.step_mode == "m" else [x[0] for x in inputs]))
+
+
+def ends(neuron: Any, anew: bool, states: Sequence[Tensor], sequences: list[Tensor] | None) -> None:
+    """Have a neuron carry its states, if it does."""
+    if neuron.stateful == "detached":
+        states = [v.detach() for v in states]
+    neuron._carry(list(states) if neuron.stateful else None, sequences, anew)
+
+
+class PlainLoop(Walk):
+    """Step by step: neurons take one step each time they are called."""
+
+    def __init__(self) -> None:
+        self.held: dict[Any, tuple[bool, Sequence[Tensor], list[list[Tensor]]]] = {}
+        self.watched: dict[int, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
+
+    def neuron(self, neuron: Any, inputs: Sequence[Tensor]) -> Any:
+        one = [x.unsqueeze(0) for x in inputs]
+        with self.on(None):
+            anew, states, trail = self.held[neuron] if neuron in self.held else (*begins(neuron, one), [])
+            outputs, finals, sequences = neuron.run(tuple(one), states, neuron.store_state_seqs)
+        trail.append(sequences or [])
+        self.held[neuron] = anew, finals, trail
+        if neuron.stateful:
+            neuron.__dict__["states"] = list(finals)  # a step may read them
+        found = [y.squeeze(0) for y in outputs]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def finish(self) -> None:
+        """Have the neurons carry their states."""
+        for neuron, (anew, finals, trail) in self.held.items():
+            kept = [torch.cat(rows) for rows in zip(*trail, strict=True)] if neuron.store_state_seqs else None
+            ends(neuron, anew, finals, kept)
+        for see, rows in self.watched.values():
+            see(torch.stack(rows))
+
+    def watch(self, record: Any, output: Tensor, see: Callable[[Tensor], None]) -> None:
+        record.follow(output)
+        self.watched.setdefault(id(record), (see, []))[1].append(output.detach())

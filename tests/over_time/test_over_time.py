@@ -1,0 +1,357 @@
+"""Networks whose forward is one step: `flexsn.over_time` against a loop of PyTorch over the same network."""
+
+import copy
+import warnings
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import flexsn
+
+
+def plain_loop(network, *inputs):
+    """The network, called step by step, its neurons in single steps; states are carried and not reset."""
+    for module in network.modules():
+        if isinstance(module, flexsn.FlexSN):
+            module.step_mode, module.backend, module.strict = "s", "torch", False
+    steps = [network(*x) for x in zip(*[x.unbind(0) for x in inputs], strict=True)]
+    return torch.stack(steps) if isinstance(steps[0], torch.Tensor) else tuple(map(torch.stack, zip(*steps, strict=True)))
+
+
+def neurons(network):
+    return [m for m in network.modules() if isinstance(m, flexsn.FlexSN)]
+
+
+class Residual(nn.Module):
+    """Skips, functions of PyTorch that mix dims, two inputs and two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(12, 4)
+        self.neuron, self.out = flexsn.LIF(tau=3.0), flexsn.LeakyIntegrator(tau=4.0)
+
+    def forward(self, x, gate):
+        h = self.neuron(self.first(x)) * gate + x.view(x.shape[0], -1)
+        h = torch.cat([h, F.softmax(x, -1)[:, :6].flip(-1)], dim=1)
+        return self.out(self.second(h)), h.sum(1)
+
+
+def conv():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), flexsn.LIF(tau=2.0), nn.MaxPool2d(2), nn.Conv2d(4, 3, 3),
+        flexsn.ALIF(tau=4.0), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 5), flexsn.LeakyIntegrator(tau=3.0),
+    )  # fmt: skip
+
+
+def recurrent():
+    return nn.Sequential(nn.Linear(5, 8), flexsn.Recurrent(flexsn.LIF(tau=3.0), nn.Linear(8, 8)), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def singles():
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), flexsn.LIF(step_mode="s"), nn.GroupNorm(2, 8), flexsn.Delay(2), nn.Tanh())
+
+
+NETWORKS = {
+    "residual": (Residual, [(7, 3, 6), (7, 3, 6)]),
+    "conv": (conv, [(6, 2, 2, 8, 8)]),
+    "conv in evaluation": (lambda: conv().eval(), [(6, 2, 2, 8, 8)]),
+    "recurrent": (recurrent, [(9, 3, 5)]),
+    "single steps": (singles, [(9, 3, 5)]),
+    "no batch": (lambda: nn.Sequential(nn.Linear(5, 8), flexsn.LIF(), nn.Linear(8, 2)), [(9, 5)]),
+    "one step": (recurrent, [(1, 3, 5)]),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_values_gradients_and_statistics_are_those_of_the_loop(name):
+    make, shapes = NETWORKS[name]
+    torch.manual_seed(0)
+    network = make().double()
+    other = copy.deepcopy(network)
+    found, expected = [], []
+    over_time = flexsn.over_time(network, strict=True)
+    for _ in range(2):  # the second call goes on from the first
+        inputs = [torch.randn(*shape, dtype=torch.double, requires_grad=True) for shape in shapes]
+        twins = [x.detach().clone().requires_grad_() for x in inputs]
+        for got, results in ((found, over_time(*inputs)), (expected, plain_loop(other, *twins))):
+            got += results if isinstance(results, tuple) else [results]
+        flexsn.detach_states(network)
+        flexsn.detach_states(other)
+        weights = [torch.randn_like(y) for y in found]
+        for got, own in ((found, [*inputs, *network.parameters()]), (expected, [*twins, *other.parameters()])):
+            total = sum((y * w).sum() for y, w in zip(got, weights, strict=True) if y.requires_grad)
+            got += [torch.zeros(()) if g is None else g for g in torch.autograd.grad(total, own, allow_unused=True)]
+        found, expected = [y.detach() for y in found], [y.detach() for y in expected]
+    found += [*network.buffers(), *[v for n in neurons(network) for v in n.states or ()]]
+    expected += [*other.buffers(), *[v for n in neurons(other) for v in n.states or ()]]
+    assert over_time.reason is None
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_the_network_is_held_and_its_settings_are_left():
+    network = recurrent()
+    over_time = flexsn.over_time(network)
+    assert over_time.network is network
+    assert {f"network.{key}" for key in network.state_dict()} == set(over_time.state_dict())
+    over_time(torch.randn(4, 3, 5))
+    assert [n.step_mode for n in neurons(network)] == ["m"] * len(neurons(network))
+    assert all(n.states is not None for n in neurons(network)[:1])
+    flexsn.reset_net(over_time)
+    assert all(n.states is None for n in neurons(network))
+
+
+@pytest.mark.parametrize("stateful", [True, False, "detached"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_states_are_carried_as_the_neuron_says(stateful, at_once):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.neuron, self.seen = flexsn.LeakyIntegrator(tau=5.0, stateful=stateful, store_state_seqs=True), 0
+
+        def forward(self, x):
+            self.seen += not at_once
+            return self.neuron(x)
+
+    network = Network()
+    over_time, x = flexsn.over_time(network), torch.randn(8, 3, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flexsn.errors.FallbackWarning)
+        first, second = over_time(x[:5]), over_time(x[5:])
+    assert (over_time.reason is None) == at_once
+    whole = flexsn.LeakyIntegrator(tau=5.0, stateful=stateful)
+    parts = whole(x[:5]), whole(x[5:])
+    torch.testing.assert_close((first, second), parts)
+    assert (network.neuron.states is None) == (not stateful)
+    assert network.neuron.state_seqs[0].shape == (3, 3)
+    for found, expected in zip((first, second), parts, strict=True):
+        grads = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (found, expected)]
+        torch.testing.assert_close(*grads)
+
+
+class Own(nn.Module):
+    """A step that does more than compute."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.neuron, self.how = nn.Linear(4, 4), flexsn.LIF(tau=2.0), how
+        self.before, self.count, self.rows, self.last, self.table = None, 0, [], deque(maxlen=2), {}
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("held", torch.zeros(4))
+
+    def forward(self, x):
+        h = self.neuron(self.linear(x))
+        return getattr(self, self.how)(h)
+
+    def attribute(self, h):
+        self.before = h if self.before is None else 0.5 * self.before + h
+        return self.before
+
+    def number(self, h):
+        self.count += 1
+        return h * self.count
+
+    def append(self, h):
+        self.rows.append(h)
+        return sum(self.rows)
+
+    def rolling(self, h):
+        self.last.append(h)
+        return self.last[0]
+
+    def dictionary(self, h):
+        self.table["h"] = h + self.table.get("h", 0.0)
+        return self.table["h"]
+
+    def buffer(self, h):
+        self.mean = 0.9 * self.mean + h.mean(0)
+        return h - self.mean
+
+    def in_place(self, h):
+        self.held.add_(1.0)
+        return h * self.held
+
+    def in_place_of_steps(self, h):
+        with torch.no_grad():
+            self.held.copy_(h[0])
+        return h * self.held
+
+    def values(self, h):
+        return h if h.sum() > 3 else -h
+
+    def states(self, h):
+        return h + self.neuron.states[0]
+
+    def twice(self, h):
+        return self.neuron(h)
+
+
+FALLING_BACK = {
+    "attribute": "Own.before", "number": "Own.count", "append": "Own.rows", "rolling": "Own.last", "dictionary": "Own.table", "buffer": "Own.mean",
+    "in_place": "add_", "in_place_of_steps": "inplace", "values": "data-dependent", "states": "states of a neuron", "twice": "called twice",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FALLING_BACK)
+def test_what_cannot_run_at_once_runs_step_by_step_and_says_so(how):
+    torch.manual_seed(0)
+    network, x = Own(how), torch.randn(6, 3, 4)
+    other = copy.deepcopy(network)
+    with pytest.raises(flexsn.errors.CannotFuseError, match=FALLING_BACK[how]):
+        flexsn.over_time(network, strict=True)(x)
+    assert network.neuron.states is None and network.count == 0 and not network.rows and not network.table and not network.last
+    over_time = flexsn.over_time(network)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = over_time(x)
+        assert all(w.category is flexsn.errors.FallbackWarning for w in said)
+        torch.testing.assert_close(found, plain_loop(other, x))
+        for a, b in zip(network.buffers(), other.buffers(), strict=True):
+            torch.testing.assert_close(a, b)
+    assert FALLING_BACK[how] in over_time.reason
+
+
+def test_random_numbers_of_no_step_are_drawn_at_every_step():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.neuron = flexsn.LIF()
+
+        def forward(self, x):
+            return self.neuron(x) + torch.randn(4)
+
+    over_time = flexsn.over_time(Noisy())
+    with pytest.warns(flexsn.errors.FallbackWarning, match="draws random numbers"):
+        y = over_time(torch.zeros(5, 3, 4))
+    assert len({float(row[0, 0]) for row in y}) == 5
+
+
+def test_dropout_draws_for_every_step():
+    over_time = flexsn.over_time(nn.Sequential(nn.Dropout(0.5), flexsn.LeakyIntegrator(tau=1.0), nn.Dropout2d(0.5)), strict=True)
+    y = over_time(torch.ones(64, 2, 16, 4, 4)).ne(0)
+    assert 0.2 < y.float().mean() < 0.3  # a quarter is left
+    assert len({tuple(row.flatten().tolist()) for row in y}) == 64
+
+
+def test_a_hook_that_sees_one_step_has_it_run_step_by_step():
+    network, shapes = nn.Sequential(nn.Linear(4, 4), flexsn.LIF()), []
+    network[0].register_forward_hook(lambda m, i, o: shapes.append(tuple(o.shape)))
+    over_time = flexsn.over_time(network)
+    with pytest.warns(flexsn.errors.FallbackWarning, match="hook"):
+        over_time(torch.randn(5, 2, 4))
+    assert shapes == [(2, 4)] * 5
+    network[0]._forward_hooks.clear()
+    over_time(torch.randn(5, 2, 4))
+    assert over_time.reason is None
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_monitor_sees_whole_sequences(at_once):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 8), flexsn.LIF(tau=2.0, step_mode="s"), nn.Linear(8, 8), flexsn.LIF(tau=3.0))
+    if not at_once:
+        network[0].register_forward_hook(lambda m, i, o: None)
+    over_time, x = flexsn.over_time(network), torch.randn(6, 3, 4)
+    with flexsn.monitor(over_time, spikes=True, states=True) as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore", flexsn.errors.FallbackWarning)
+        y = over_time(x)
+        y.sum().backward()
+    assert (over_time.reason is None) == at_once
+    record = seen["network.3"]
+    assert record.calls == 1 and torch.equal(record.spikes[0], y.detach())
+    assert record.states["v"][0].shape == (6, 3, 8)
+    assert seen["network.1"].spikes[0].shape == (6, 3, 8)
+    first = flexsn.LIF(tau=2.0)(network[0](x))
+    torch.testing.assert_close(seen["network.1"].spikes[0], first.detach())
+    assert seen["network.1"].gradient_norm is not None
+    assert network[1].state_seqs is None and not network[1].store_state_seqs
+
+
+def test_explain_shows_each_neuron():
+    over_time = flexsn.over_time(nn.Sequential(nn.Linear(4, 8), flexsn.LIF(tau=2.0, step_mode="s")))
+    report = flexsn.explain(over_time, torch.randn(6, 3, 4))
+    assert "network.1: lif: fused" in str(report)
+
+
+def test_lengths():
+    over_time = flexsn.over_time(Residual())
+    with pytest.raises(flexsn.errors.SequenceLengthError, match=r"\[4, 5\]"):
+        over_time(torch.randn(4, 3, 6), torch.randn(5, 3, 6))
+    with pytest.raises(flexsn.errors.SequenceLengthError, match="no tensor"):
+        over_time()
+    with pytest.raises(flexsn.errors.SequenceLengthError, match="without dims"):
+        over_time(torch.zeros(()), torch.zeros(()))
+    with pytest.raises(flexsn.errors.ArgumentError, match="module"):
+        flexsn.over_time(lambda x: x)
+    empty = flexsn.over_time(nn.Sequential(nn.Linear(6, 4), flexsn.LIF(), nn.Linear(4, 2)), strict=True)(torch.randn(0, 3, 6))
+    assert empty.shape == (0, 3, 2)
+
+
+def test_a_step_kept_after_its_call_says_what_it_is():
+    kept = []
+
+    class Keeping(nn.Module):
+        def forward(self, x):
+            kept.append(x)
+            return x * 2
+
+    flexsn.over_time(Keeping())(torch.randn(3, 2))
+    with pytest.raises(flexsn.errors.StaleStateError, match="after its call"):
+        kept[0] + 1
+
+
+def test_an_error_of_the_step_is_the_users():
+    over_time = flexsn.over_time(nn.Sequential(nn.Linear(4, 8), flexsn.LIF(), nn.Linear(7, 2)))
+    with pytest.warns(flexsn.errors.FallbackWarning), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        over_time(torch.randn(3, 2, 4))
+
+
+def test_inside_other_transforms():
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Linear(4, 8), flexsn.LIF(tau=2.0, stateful=False), nn.Linear(8, 3), flexsn.LeakyIntegrator(tau=3.0, stateful=False)
+    )
+    over_time, x = flexsn.over_time(network, strict=True), torch.randn(5, 2, 4, requires_grad=True)
+    y = over_time(x)
+    again = checkpoint(over_time, x, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(again.sum(), x)[0], torch.autograd.grad(y.sum(), x, retain_graph=True)[0])
+    many = torch.randn(3, 5, 2, 4)
+    torch.testing.assert_close(torch.vmap(over_time)(many), torch.stack([over_time(m) for m in many]))
+    params = {name: p.detach() * 1.5 for name, p in over_time.named_parameters()}
+    moved = torch.func.functional_call(over_time, params, (x,))
+    with torch.no_grad():
+        for p in over_time.parameters():
+            p.mul_(1.5)
+    torch.testing.assert_close(moved, over_time(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert over_time(x).dtype == nn.Sequential(*network)(x).dtype
+
+
+def test_second_derivatives():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), flexsn.LIF(tau=2.0, stateful=False), nn.Linear(4, 2)).double()
+    over_time, x = flexsn.over_time(network, strict=True), torch.randn(4, 2, 3, dtype=torch.double, requires_grad=True)
+    found = []
+    for module in (over_time, network):
+        (grad,) = torch.autograd.grad(module(x).pow(2).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(grad.pow(2).sum(), x)[0])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # PyTorch's own
+def test_a_compiled_model_breaks_its_graph_there():
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Linear(4, 4), flexsn.over_time(nn.Sequential(nn.Linear(4, 8), flexsn.LIF(stateful=False)), strict=True), nn.ReLU()
+    )
+    x = torch.randn(5, 2, 4)
+    expected = network(x)
+    torch.testing.assert_close(torch.compile(network)(x), expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="one step"):
+        torch.compile(network, fullgraph=True)(x)
