@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from .. import neurons
 from ..errors import InterchangeError
 from ..module import FlexSN
+from ..neurons.recurrent import Recurrent
 
 Described = tuple[str, dict[str, Any]]  # NIR's name, and the arguments of flexsn's neuron
 
@@ -54,6 +55,8 @@ def described(neuron: FlexSN) -> Described:
     Raises:
         InterchangeError: NIR has no such neuron.
     """
+    if isinstance(neuron, Recurrent):
+        return described(neuron.neuron)
     own = type_before_parametrizations(neuron)  # as with bounds
     for kind, cls in KINDS.items():
         if own is cls and isinstance(neuron, cls):
@@ -64,6 +67,11 @@ def described(neuron: FlexSN) -> Described:
     if describe is None:
         raise InterchangeError(f"NIR has no primitive for {_called(neuron)}", hint=f"It has {', '.join(KINDS)}.")
     return describe()
+
+
+def mixing_of(neuron: FlexSN) -> Any:
+    """What brings its output of the step before back to it, or None."""
+    return neuron.mixing if isinstance(neuron, Recurrent) else getattr(neuron.core, "recurrent", None)
 
 
 def _called(neuron: FlexSN) -> str:
@@ -102,7 +110,7 @@ def check_start(neuron: FlexSN, kind: str, arguments: dict[str, Any]) -> None:
     Raises:
         InterchangeError: this one starts elsewhere.
     """
-    given = neuron.initial_states
+    given = (neuron.neuron if isinstance(neuron, Recurrent) else neuron).initial_states
     if given is None:
         return
     rest = [arguments.get(s, _DEFAULTS.get(s)) if isinstance(s, str) else s for s in KINDS[kind].start]

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from .. import surrogate as surrogates
 from ..errors import InterchangeError
+from ..neurons import Neuron
+from ..neurons.recurrent import Recurrent
 from .describe import KINDS, SPIKING, to_arguments
 from .layers import Delay, PerStep, Scale, SumPool2d, Threshold
 from .network import NIRNetwork
@@ -40,7 +42,8 @@ def from_nir(
     Euler step per `dt`; they spike where `v > v_threshold`, as NIR says (where `v >= v_threshold` if `to_nir` wrote so into the
     node's `metadata["inclusive"]`), and start at rest. Affine, Linear, Conv1d, Conv2d,
     Scale, Flatten, AvgPool2d and SumPool2d become PyTorch layers, Delay a `Delay`, subgraphs part of the graph. Several edges
-    into a node add up. A cycle runs step by step: the edge that closes it carries the step before.
+    into a node add up. A neuron whose output comes back to it through one Affine, Linear, Conv1d, Conv2d or Scale becomes a
+    `flexsn.Recurrent`. Any other cycle runs step by step: the edge that closes it carries the step before.
 
     Args:
         graph: a `nir.NIRGraph`, or the path of a file that `nir.write` made.
@@ -64,7 +67,22 @@ def from_nir(
     nodes, edges = flat(nir, graph)
     reader = _Reader(dt, surrogate, dtype, backend)
     shapes = {name: tuple(node.r.shape) for name, node in nodes.items() if type(node).__name__ in KINDS}
-    return NIRNetwork({name: reader.module(name, node) for name, node in nodes.items()}, edges, shapes, dt)
+    modules, edges = fed_back({name: reader.module(name, node) for name, node in nodes.items()}, edges)
+    return NIRNetwork(modules, edges, shapes, dt)
+
+
+def fed_back(modules: dict[str, nn.Module], edges: list[tuple[str, str]]) -> tuple[dict[str, nn.Module], list[tuple[str, str]]]:
+    """A neuron whose output comes back to it through one layer, on no other way, as a `Recurrent`, which runs whole sequences."""
+    found, rest = dict(modules), list(edges)
+    for name, module in modules.items():
+        mixing = module.module if isinstance(module, PerStep) else module
+        before, after = {a for a, b in edges if b == name}, {b for a, b in edges if a == name}
+        neuron = found[next(iter(before))] if len(before) == 1 and before == after else None
+        if isinstance(neuron, Neuron) and isinstance(mixing, nn.Linear | nn.Conv1d | nn.Conv2d | Scale):
+            found[before.pop()] = Recurrent(neuron, mixing)
+            del found[name]
+            rest = [edge for edge in rest if name not in edge]
+    return found, rest
 
 
 def checked_dt(dt: Any) -> float:

@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 
 from ..errors import InterchangeError
 from ..module import FlexSN
-from .describe import array, check_start, described, expanded, readable_kernel, to_fields
+from ..neurons.recurrent import Recurrent
+from .describe import array, check_start, described, expanded, mixing_of, readable_kernel, to_fields
 from .layers import Delay, PerStep, Scale, SumPool2d, Threshold
 from .network import NIRNetwork
 from .nir_in import DT, checked_dt, numbers, the_nir
@@ -53,9 +54,10 @@ def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -
 
     Args:
         model: layers of PyTorch (Linear, Conv1d, Conv2d, Flatten, AvgPool2d, and LPPool2d of norm 1) and neurons: `flexsn.IF`,
-            `LIF`, `LeakyIntegrator`, `CubaLIF`, `CubaLI`, what `convert` made of those of other libraries, what `from_nir`
-            made. Dropout and Identity are passed over. Branches may be added, and time be folded into the batch. Hooks that set
-            weights (pruning, the old `weight_norm` and `spectral_norm`) run before a layer is written; no other may be there.
+            `LIF`, `LeakyIntegrator`, `CubaLIF`, `CubaLI`, a `Recurrent` of one of these whose mixing is a Linear, Conv1d, Conv2d
+            or `interchange.Scale`, what `convert` made of those of other libraries, what `from_nir` made. Dropout and Identity
+            are passed over. Branches may be added, and time be folded into the batch. Hooks that set weights (pruning, the old
+            `weight_norm` and `spectral_norm`) run before a layer is written; no other may be there.
         sample_input: `[T, B, *shape]`, or `[B, *shape]` if the model's neurons take single steps; its values do not matter.
         dt: length of a step in seconds; by default that of the network that `from_nir` made, else 1e-4. It is written to
             `graph.metadata["dt"]`, and the dtype of the parameters to `graph.metadata["dtype"]`; a neuron that spikes at
@@ -72,7 +74,8 @@ def to_nir(model: nn.Module, sample_input: Tensor, *, dt: float | None = None) -
     dts = {m.dt for m in model.modules() if isinstance(m, NIRNetwork)}
     dt = checked_dt(dt if dt is not None else dts.pop() if len(dts) == 1 else DT)
     dtype = _dtype(model, sample_input)
-    neurons = [m for m in model.modules() if isinstance(m, FlexSN)]
+    within = {id(m.neuron) for m in model.modules() if isinstance(m, Recurrent)}  # which their layer does not call
+    neurons = [m for m in model.modules() if isinstance(m, FlexSN) and id(m) not in within]
     leading = 1 if neurons and all(m.step_mode == "s" for m in neurons) else 2
     if sample_input.dim() <= leading:
         dims, alone = (
@@ -273,11 +276,25 @@ class Writer:
             node = self.nir.Delay(expanded("steps", neuron.steps.double() * self.dt, x.step))
         else:
             kind, arguments = described(neuron)
-            channels = getattr(neuron, "per_channel", None) is not None
+            channels = getattr(neuron.neuron if isinstance(neuron, Recurrent) else neuron, "per_channel", None) is not None
             node = getattr(self.nir, kind)(**to_fields(kind, arguments, self.dt, x.step, channels))
             check_start(neuron, kind, arguments)
             self.mark(node, arguments.get("surrogate"), x)
-        return Signal(x.value, (self.put(name, node, x.sources),), x.leading)
+        y = Signal(x.value, (self.put(name, node, x.sources),), x.leading)
+        if (mixing := mixing_of(neuron)) is not None:
+            self.feed_back(mixing, y)
+        return y
+
+    def feed_back(self, mixing: Any, y: Signal) -> None:
+        """Close a cycle: an edge back to a neuron carries what it gave at the step before."""
+        if not isinstance(mixing, nn.Linear | nn.Conv1d | nn.Conv2d | Scale):
+            what = f"the mixing is a {type(mixing).__name__}"
+            raise InterchangeError(f"{what}; NIR has Linear, Conv1d, Conv2d and flexsn's `interchange.Scale` on the way back")
+        node, step = self.layer(mixing, y), y.value[0] if y.leading == 2 else y.value
+        mixed = mixing.forward(step)
+        if mixed.shape != step.shape:
+            raise InterchangeError(f"the mixing returns {list(mixed.shape[1:])} for {y.step}; NIR's edges add what has one shape")
+        self.edges.append((self.put(f"{y.sources[0]}_mixing", node, y.sources, y.step), y.sources[0]))
 
     def mark(self, node: Any, spike: Any, x: Signal) -> None:
         """NIR's neurons spike above the threshold alone, by 1."""

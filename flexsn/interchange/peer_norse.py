@@ -6,75 +6,18 @@ passed in and out, as in Norse: nothing is carried from call to call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from norse.torch.functional.reset import reset_value
 from norse.torch.module.lift import Lift
 from norse.torch.module.snn import SNN, SNNCell, SNNRecurrent, SNNRecurrentCell
 from torch import Tensor, nn
 
-from ..errors import InterchangeError
 from ..module import FlexSN
-from .describe import Described
+from .cores.norse import RecurrentStep, Step, leaf_names, leaves, rebuild
 from .swap import LeaveAlone, Swapped, check_fuses, check_plain
 
-
-def leaves(state: Any) -> Iterator[Tensor]:
-    """The tensors of a state tuple, which may hold other state tuples."""
-    for part in state:
-        if isinstance(part, tuple):
-            yield from leaves(part)
-        else:
-            yield part
-
-
-def leaf_names(state: Any, prefix: str = "") -> Iterator[str]:
-    """`v`, `i`, and `lif.v` for those of a state tuple within."""
-    for name, part in zip(state._fields, state, strict=True):
-        if isinstance(part, tuple):
-            yield from leaf_names(part, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def rebuild(like: Any, values: Iterator[Any]) -> Any:
-    """A state tuple of the same types from its tensors."""
-    return type(like)(*(rebuild(part, values) if isinstance(part, tuple) else next(values) for part in like))
-
-
-class Step(nn.Module):
-    """A step function with its parameters and time step."""
-
-    def __init__(self, neuron: Any, example: Any):
-        super().__init__()
-        self.activation, self.p, self.dt = neuron.activation, neuron.p, neuron.dt
-        self.like = rebuild(example, iter([None] * len(list(leaves(example)))))
-
-    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        out, state = self.activation(x, rebuild(self.like, iter(states)), self.p, self.dt)
-        return out, *leaves(state)
-
-    def describe(self) -> Described:
-        """Norse's `lif` lets the input jump onto the current and decays it afterwards, so its `w_in` is `tau_syn`."""
-        name, p = self.activation.__name__, self.p
-        if name == "iaf_feed_forward_step":
-            return "IF", {"v_threshold": p.v_th, "v_reset": p.v_reset}
-        if name not in _LEAKY:
-            raise InterchangeError(f"NIR has no primitive for Norse's `{name}`")
-        arguments = {"tau": 1.0 / (self.dt * p.tau_mem_inv), "v_leak": p.v_leak}
-        if name == "lif_feed_forward_step":
-            steps = 1.0 / (self.dt * p.tau_syn_inv)
-            arguments |= {"tau_syn": steps, "w_in": steps}
-        if name != "li_box_feed_forward_step":
-            arguments |= {"v_threshold": p.v_th, "v_reset": p.v_reset}
-        if getattr(p, "reset_method", reset_value) is not reset_value:
-            raise InterchangeError(f"resets by `{p.reset_method.__name__}`; NIR resets to a number")
-        return _LEAKY[name], arguments
-
-
-_LEAKY = {"lif_feed_forward_step": "CubaLIF", "lif_box_feed_forward_step": "LIF", "li_box_feed_forward_step": "LI"}
+RECURRENT = (SNNRecurrent, SNNRecurrentCell)
 
 
 class NorseNeuron(Swapped):
@@ -84,9 +27,10 @@ class NorseNeuron(Swapped):
     record_states = False
 
     def __init__(self, neuron: Any, step_mode: str, backend: str):
-        over_time = isinstance(neuron, SNN)
+        over_time = isinstance(neuron, SNN | SNNRecurrent)
         example = neuron.state_fallback(torch.zeros((1, 1, 1) if over_time else (1, 1)))
-        super().__init__(Step(neuron, example), neuron, tuple(leaf_names(example)), step_mode, backend)
+        core = (RecurrentStep if isinstance(neuron, RECURRENT) else Step)(neuron, example)
+        super().__init__(core, neuron, tuple(leaf_names(example)), step_mode, backend)
         self.state_fallback, self.fallback_over_time = neuron.state_fallback, over_time
         self.record_states = getattr(neuron, "record_states", False)
 
@@ -101,7 +45,8 @@ class NorseNeuron(Swapped):
         self._check_inputs((input_tensor,))
         xs = input_tensor if self.step_mode == "m" else input_tensor.unsqueeze(0)
         state = self.state_fallback(xs if self.fallback_over_time else xs[0]) if state is None else state
-        values = [v.to(torch.result_type(v, xs)).expand(xs.shape[1:]) for v in leaves(state)]
+        shape = self.core.state_shape(xs.shape[1:])  # type: ignore[attr-defined]  # the core is one of ours
+        values = [v.to(torch.result_type(v, xs)).expand(shape) for v in leaves(state)]
         outputs, finals, trail = self.run((xs,), values, self.record_states or self.store_state_seqs)
         self._carry(None, trail if self.store_state_seqs else None)
         spikes = outputs[0] if self.step_mode == "m" else outputs[0].squeeze(0)
@@ -117,7 +62,7 @@ class LiftedNeuron(NorseNeuron):
 
 def is_neuron(module: nn.Module) -> bool:
     if isinstance(module, Lift):
-        return isinstance(module.lifted_module, SNNCell)
+        return isinstance(module.lifted_module, SNNCell | SNNRecurrentCell)
     return isinstance(module, SNN | SNNCell | SNNRecurrent | SNNRecurrentCell)
 
 
@@ -125,20 +70,22 @@ def replace(neuron: Any, backend: str, step_mode: str | None) -> Swapped:
     """The flexsn neuron for a cell, a layer, or a lifted cell.
 
     Raises:
-        LeaveAlone: it is recurrent, its cell was changed on the instance, or its step does not fuse.
+        LeaveAlone: its cell was changed on the instance, or its step does not fuse.
     """
     cell = neuron.lifted_module if isinstance(neuron, Lift) else neuron
     check_plain(cell)
-    if isinstance(cell, SNNRecurrent | SNNRecurrentCell):
-        raise LeaveAlone("its recurrent weights mix neurons at every step")
-    if type(cell).forward not in (SNN.forward, SNNCell.forward):
+    if type(cell).forward not in [kind.forward for kind in (SNN, SNNCell, *RECURRENT)]:
         raise LeaveAlone("defines a forward of its own")
     made: NorseNeuron
     if isinstance(neuron, Lift):
         made = LiftedNeuron(cell, "m", backend)
     else:
-        made = NorseNeuron(cell, step_mode or ("m" if isinstance(cell, SNN) else "s"), backend)
-    check_fuses(made)
+        made = NorseNeuron(cell, step_mode or takes(cell), backend)
+    if isinstance(cell, RECURRENT):
+        step = torch.Size([2, made.core.input_weights.shape[1]])  # type: ignore[attr-defined]  # the core is a RecurrentStep
+        check_fuses(made, step, *[made.core.state_shape(step)] * made.num_states)  # type: ignore[attr-defined]  # as above
+    else:
+        check_fuses(made)
     return made
 
 

@@ -1,9 +1,4 @@
-"""snnTorch's neurons as flexsn's: the arithmetic of `snntorch` 1.0, op by op.
-
-snnTorch's neurons spike where `mem > threshold`, and (with `reset_delay=True`, the default) take the reset in the step after
-the spike: it comes from the membrane that enters the step. The reset carries no gradient. `beta` and `alpha` are decays per
-step, clamped to [0, 1].
-"""
+"""snnTorch's neurons as flexsn's: how they are called, their states and attributes. Their arithmetic is in `cores/snntorch.py`."""
 
 from __future__ import annotations
 
@@ -17,126 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import InterchangeError
 from ..module import FlexSN
-from .describe import Described
+from .cores.snntorch import CORES, RECURRENT
 from .surrogates import from_snntorch
-from .swap import LeaveAlone, Swapped, check_fuses, keep
-
-
-class Neuron(nn.Module):
-    """Fire and reset; subclasses integrate. `reset_delay` exists for Leaky and Synaptic alone."""
-
-    tensors: tuple[str, ...] = ()
-    beta: Tensor
-    alpha: Tensor
-    threshold: Tensor
-    graded_spikes_factor: Tensor
-    R: Tensor
-    C: Tensor
-    time_step: Tensor
-
-    def __init__(self, neuron: Any):
-        super().__init__()
-        self.spike = from_snntorch(neuron.spike_grad)
-        self.mechanism = neuron.reset_mechanism
-        self.reset_delay = getattr(neuron, "reset_delay", True)
-        keep(self, neuron, "beta", "threshold", "graded_spikes_factor", *self.tensors)
-
-    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        reset = self.spike(states[-1] - self.threshold).detach()
-        *currents, mem = self.integrate(x, reset, *states)
-        s = self.spike(mem - self.threshold) * self.graded_spikes_factor
-        if not self.reset_delay:
-            mem = self.now(mem, s / self.graded_spikes_factor - reset)
-        return s, *currents, mem
-
-    def now(self, mem: Tensor, reset: Tensor) -> Tensor:
-        """The reset in the step of the spike."""
-        if self.mechanism == "subtract":
-            return mem - reset * self.threshold
-        return mem - reset * mem if self.mechanism == "zero" else mem
-
-    def integrate(self, x: Tensor, reset: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError
-
-    def describe(self) -> Described:
-        kind, times = self.describe_times()
-        if self.reset_delay or self.mechanism != "zero":
-            raise InterchangeError(
-                f'resets by "{self.mechanism}"{", one step after the spike" * self.reset_delay}; NIR resets at once, to a number',
-                hint='It has an equivalent with reset_mechanism="zero", reset_delay=False.',
-            )
-        if bool((self.graded_spikes_factor != 1).any()):
-            raise InterchangeError("has graded spikes; NIR's are 0 or 1")
-        return kind, {"v_threshold": self.threshold, "v_reset": 0.0, "decay_input": False, "surrogate": self.spike, **times}
-
-    def describe_times(self) -> Described:
-        raise InterchangeError(f"NIR has no primitive for snnTorch's {type(self).__name__}")
-
-
-class Leaky(Neuron):
-    def integrate(self, x: Tensor, reset: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        (mem,) = states
-        if self.mechanism == "zero":
-            mem = (1 - reset) * mem
-        mem = self.beta.clamp(0, 1) * mem + x
-        return (mem - reset * self.threshold if self.mechanism == "subtract" else mem,)
-
-    def describe_times(self) -> Described:
-        return "LIF", {"tau": 1.0 / (1.0 - self.beta.clamp(0, 1))}
-
-
-class Lapicque(Neuron):
-    """An RC circuit: `C` is charged through `R` for `time_step`."""
-
-    tensors = ("R", "C", "time_step")
-
-    def integrate(self, x: Tensor, reset: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        (mem,) = states
-        rc = self.R * self.C
-        mem = x * self.R * (1 / rc) * self.time_step + (1 - self.time_step / rc) * mem
-        return (self.now(mem, reset),)
-
-
-class Synaptic(Neuron):
-    """A current that decays by `alpha` drives the membrane."""
-
-    tensors = ("alpha",)
-
-    def integrate(self, x: Tensor, reset: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        syn, mem = states
-        syn = self.alpha.clamp(0, 1) * syn + x
-        mem = self.beta.clamp(0, 1) * mem + syn
-        return syn, self.now(mem, reset)
-
-    def describe_times(self) -> Described:
-        return "CubaLIF", {"tau": 1.0 / (1.0 - self.beta.clamp(0, 1)), "tau_syn": 1.0 / (1.0 - self.alpha.clamp(0, 1))}
-
-
-class Alpha(Neuron):
-    """The membrane is the difference of an excitatory and an inhibitory current."""
-
-    tensors = ("alpha",)
-
-    def integrate(self, x: Tensor, reset: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        exc, inh, _ = states
-        alpha, beta = self.alpha.clamp(0, 1), self.beta.clamp(0, 1)
-        gain = torch.log(alpha) / (torch.log(beta) - torch.log(alpha)) + 1
-        inh_next = beta * inh - x
-        exc_next = alpha * exc + x
-        mem = gain * (exc_next + inh_next)
-        if self.mechanism == "subtract":
-            return exc_next - self.threshold * reset, inh_next - inh_next * reset, mem - -inh * reset
-        if self.mechanism == "zero":
-            return exc_next - exc_next * reset, inh_next - inh_next * reset, mem - mem * reset
-        return exc_next, inh_next, mem
-
-
-CORES: dict[type, tuple[type[Neuron], tuple[str, ...]]] = {
-    snntorch.Leaky: (Leaky, ("mem",)),
-    snntorch.Lapicque: (Lapicque, ("mem",)),
-    snntorch.Synaptic: (Synaptic, ("syn", "mem")),
-    snntorch.Alpha: (Alpha, ("syn_exc", "syn_inh", "mem")),
-}
+from .swap import LeaveAlone, Swapped, check_fuses
 
 
 class SnnTorchNeuron(Swapped):
@@ -176,16 +54,20 @@ class SnnTorchNeuron(Swapped):
         stored = self.store_state_seqs
         outputs, finals, trail = self.run((xs,), self._starting(xs[0], given), stored or self.step_mode == "m")
         self._carry(finals, trail if stored else None)
-        if self.step_mode == "m":
-            return (outputs[0], *(trail or ())) if self.output or not self.init_hidden else outputs[0]
-        spikes = outputs[0].squeeze(0)
-        return (spikes, *finals) if self.output or not self.init_hidden else spikes
+        if self.step_mode == "s":
+            outputs, trail = [outputs[0].squeeze(0)], finals
+        if self.init_hidden and not self.output:
+            return outputs[0]
+        others = (trail or [])["spk" in self.state_names :]  # `spk`, the first of its states where it is one, is what comes out
+        return (outputs[0], *others)
 
     def _starting(self, x: Tensor, given: dict[str, Tensor | None]) -> list[Tensor | None]:
         """Of each state: what is given, else what is carried, else zeros; zeros too where the shape does not fit."""
+        shape = self.core.state_shape(x.shape)  # type: ignore[attr-defined]  # the core is one of ours
         carried: Sequence[Tensor | None] = self.states or [None] * self.num_states
         states = [v if given.get(name) is None else given[name] for name, v in zip(self.state_names, carried, strict=True)]
-        return [v if v is not None and v.shape == x.shape else None for v in states]
+        zeros = None if shape == x.shape else x.new_zeros(shape)  # None stands for zeros of the shape of the input
+        return [v if v is not None and v.shape == shape else zeros for v in states]
 
     def reset_mem(self) -> Any:
         """Forget the states; returns what stands for zeros in the next call."""
@@ -194,6 +76,7 @@ class SnnTorchNeuron(Swapped):
         return empty[0] if len(empty) == 1 else empty
 
     init_leaky = init_lapicque = init_synaptic = init_alpha = reset_mem
+    init_rleaky = init_rsynaptic = init_slstm = init_sconv2dlstm = reset_mem
 
     def state(self, name: str) -> Tensor:
         return self.threshold.new_zeros(0) if self.states is None else self.states[self.state_names.index(name)]
@@ -220,8 +103,9 @@ def _as(kind: type) -> type[SnnTorchNeuron]:
     return type(kind.__name__, (SnnTorchNeuron, _Alone, kind), {"__module__": __name__, "__qualname__": f"Fused{kind.__name__}"})
 
 
-FusedLeaky, FusedLapicque, FusedSynaptic, FusedAlpha = (_as(kind) for kind in CORES)
-FUSED = dict(zip(CORES, (FusedLeaky, FusedLapicque, FusedSynaptic, FusedAlpha), strict=True))
+FusedLeaky, FusedLapicque, FusedSynaptic, FusedAlpha, *_recurrent = (_as(kind) for kind in CORES)
+FusedRLeaky, FusedRSynaptic, FusedSLSTM, FusedSConv2dLSTM = _recurrent
+FUSED = dict(zip(CORES, (FusedLeaky, FusedLapicque, FusedSynaptic, FusedAlpha, *_recurrent), strict=True))
 
 
 def is_neuron(module: nn.Module) -> bool:
@@ -232,7 +116,7 @@ def replace(neuron: Any, backend: str, step_mode: str | None) -> Swapped:
     """The flexsn neuron for a neuron.
 
     Raises:
-        LeaveAlone: the kind is not known, mixes neurons, quantises its state, or does not fuse.
+        LeaveAlone: the kind is not known, compares neurons, quantises its state, does not do what its arguments say, or does not fuse.
     """
     if type(neuron) not in CORES:
         raise LeaveAlone(_why_not(neuron))
@@ -240,15 +124,45 @@ def replace(neuron: Any, backend: str, step_mode: str | None) -> Swapped:
         raise LeaveAlone("inhibition=True compares neurons with each other")
     if neuron.state_quant:
         raise LeaveAlone("state_quant rounds the states in a way that flexsn does not know")
-    core, names = CORES[type(neuron)]
-    made = FUSED[type(neuron)](core(neuron), neuron, names, step_mode or "s", backend)
-    check_fuses(made)
+    if (why := _forgets(neuron)) is not None:
+        raise LeaveAlone(why)
+    kind, names = CORES[type(neuron)]
+    core = kind(neuron)
+    made = FUSED[type(neuron)](core, neuron, names, step_mode or "s", backend)
+    if isinstance(core, RECURRENT):
+        step = _example(neuron)
+        check_fuses(made, step, *[core.state_shape(step)] * len(names))
+    else:
+        check_fuses(made)
     return made
 
 
+def _forgets(neuron: Any) -> str | None:
+    """Why snnTorch 1.0 does something else than a recurrent neuron's arguments say."""
+    if isinstance(neuron, snntorch.SLSTM) and neuron.input_size != neuron.hidden_size:
+        return "snnTorch 1.0 sets its states to zero at every step where input_size is not hidden_size, so that nothing comes back"
+    if isinstance(neuron, snntorch.RSynaptic) and not neuron.reset_delay:
+        return "snnTorch 1.0 computes its reset_delay=False from other values than those it keeps"
+    if isinstance(neuron, snntorch.SConv2dLSTM) and (neuron.max_pool or neuron.avg_pool):
+        return "its pooling mixes what the step has computed"
+    return None
+
+
+def _example(neuron: Any) -> torch.Size:
+    """The shape of one step that a recurrent neuron takes."""
+    if isinstance(neuron, snntorch.SLSTM):
+        return torch.Size([2, neuron.input_size])
+    if isinstance(neuron, snntorch.SConv2dLSTM):
+        return torch.Size([2, neuron.in_channels, 3, 3])
+    if isinstance(neuron.recurrent, nn.Linear):
+        return torch.Size([2, neuron.recurrent.in_features])
+    if isinstance(neuron.recurrent, nn.Conv2d):
+        return torch.Size([2, neuron.recurrent.in_channels, 3, 3])
+    tensors = (neuron.V, neuron.beta, neuron.threshold, getattr(neuron, "alpha", neuron.beta))
+    return torch.broadcast_shapes((2, 1), *[t.shape for t in tensors])
+
+
 def _why_not(neuron: Any) -> str:
-    if isinstance(neuron, snntorch.RLeaky | snntorch.RSynaptic):
-        return "its recurrent weights mix neurons at every step"
     known = next((kind.__name__ for kind in CORES if isinstance(neuron, kind)), None)
     return f"a subclass of {known}" if known else "not among those that flexsn converts"
 

@@ -1,4 +1,4 @@
-"""SpikingJelly's neurons as flexsn's: their modes, states, resets and attributes. Their arithmetic is in `cores_spikingjelly.py`."""
+"""SpikingJelly's neurons as flexsn's: their modes, states, resets and attributes. Their arithmetic is in `cores/spikingjelly.py`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from spikingjelly.activation_based import base, functional, layer, neuron
 from torch import Tensor, nn
 
 from .._capture.signature import positional_names
+from ..errors import StateMismatchError
 from ..module import FlexSN
-from .cores_spikingjelly import CORES, GatedLIF, OwnEquations, OwnStep
-from .swap import LeaveAlone, NoNeuron, Swapped, check_fuses
+from .cores.spikingjelly import CORES, GatedLIF, LinearRecurrent, OwnEquations, OwnStep, Recurrent
+from .swap import LeaveAlone, NoNeuron, Swapped, check_fuses, check_plain
 
 PARALLEL = (neuron.PSN, neuron.MaskedPSN, neuron.SlidingPSN)
 
@@ -31,12 +32,18 @@ class SpikingJellyNeuron(Swapped):
     """As the node it stands for: `step_mode`, `reset()`, `detach()`, `store_v_seq` and `v_seq`, the states and constants by name."""
 
     def __init__(self, core: nn.Module, node: Any, step_mode: str, backend: str):
-        super().__init__(core, node, tuple(node._memories), step_mode, backend, num_inputs=2 if isinstance(core, GatedLIF) else 1)
-        self.start = self.initial_states = tuple(node._memories_rv.values())
+        memories, starts = self.memories(node)
+        super().__init__(core, node, tuple(memories), step_mode, backend, num_inputs=2 if isinstance(core, GatedLIF) else 1)
+        self.start = self.initial_states = tuple(starts)
         self.store_state_seqs = getattr(node, "store_v_seq", False)
-        for name, value in node._memories.items():
+        for name, value in memories.items():
             if isinstance(value, Tensor):
                 self.set_state(name, value)
+
+    @staticmethod
+    def memories(node: Any) -> tuple[dict[str, Any], Sequence[float]]:
+        """Return its states by name, and what each is after `reset()`."""
+        return node._memories, tuple(node._memories_rv.values())
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
         if self.states is not None:
@@ -106,6 +113,31 @@ class GatedNeuron(SpikingJellyNeuron):
         return outputs
 
 
+class RecurrentNeuron(SpikingJellyNeuron):
+    """As the recurrent container it stands for; its states are those of the node that it held, then `y`. `reset()` forgets all of them."""
+
+    @staticmethod
+    def memories(node: Any) -> tuple[dict[str, Any], Sequence[float]]:
+        held = node_of(node)
+        return {**held._memories, **node._memories}, (*held._memories_rv.values(), 0.0)
+
+    def start_states(self, *inputs: Tensor) -> list[Tensor | None]:
+        return [inputs[0].new_full(self.state_shape(inputs[0]), start, dtype=self.start_dtype(*inputs)) for start in self.start]
+
+    def state_shape(self, x: Tensor) -> torch.Size:
+        return self.core.state_shape(x.shape[self.step_mode == "m" :])  # type: ignore[attr-defined]  # the core is a Recurrent
+
+    def _settled(self, x: Tensor) -> list[Tensor]:
+        """The carried states; numbers are filled in, and those of another shape refused, as `y` is there."""
+        shape = self.state_shape(x)
+        if other := [v.shape for v in self.states or () if v.dim() and v.shape != shape]:
+            raise StateMismatchError(
+                f"a converted {self.old_name} carries states of shape {list(other[0])}, and the input needs {list(shape)}",
+                hint="Call `functional.reset_net(net)` before a sequence of another shape.",
+            )
+        return [v if v.dim() else v.to(x.device, x.dtype).expand(shape) for v in self.states or ()]
+
+
 class ConvertedFlexSN(FlexSN):
     """SpikingJelly's `FlexSN` as flexsn's: the same core and counts; `static_inputs` are its params."""
 
@@ -146,6 +178,8 @@ def replace(node: Any, backend: str, step_mode: str | None) -> FlexSN:
     if getattr(node, "_neuron_precision", None) is not None:
         raise LeaveAlone("has a precision of its own (`_neuron_precision`)")
     kind = type(node)
+    if isinstance(node, _RECURRENT):
+        return recurrent(node, backend, step_mode)
     made: FlexSN
     if issubclass(kind, neuron.FlexSN):
         if own := _own(kind, neuron.FlexSN):
@@ -153,14 +187,67 @@ def replace(node: Any, backend: str, step_mode: str | None) -> FlexSN:
         made = ConvertedFlexSN(node, step_mode or node.step_mode, backend)
         check_fuses(made)
         return made
-    core = _core_of(kind)(node)
+    core = core_for(node)
+    gated = isinstance(core, GatedLIF)
+    made = (GatedNeuron if gated else SpikingJellyNeuron)(core, node, step_mode or node.step_mode, backend)
+    check_fuses(made, *([(2, node.conduct[0].numel(), 2, 2)] if gated else []))
+    return made
+
+
+def recurrent(container: Any, backend: str, step_mode: str | None) -> FlexSN:
+    """The flexsn neuron for a recurrent container and the node that it holds.
+
+    Raises:
+        LeaveAlone: it holds something else, or the step of both does not fuse.
+    """
+    if type(container) not in _RECURRENT:
+        raise LeaveAlone("a subclass of a container; what is in it is looked at by itself")
+    for module in container.modules():
+        check_plain(module)
+    node, held = node_of(container), core_for(node_of(container))
+    if isinstance(container.sub_module, nn.Sequential):
+        held = nn.Sequential(*list(container.sub_module)[:-1], held)
+    linear = isinstance(container, layer.LinearRecurrentContainer)
+    core = (LinearRecurrent if linear else Recurrent)(container, held)
+    made = RecurrentNeuron(core, container, step_mode or container.step_mode, backend)
+    if linear:
+        step = torch.Size([2, container.rc.out_features])
+        check_fuses(made, step, *[core.state_shape(step)] * made.num_states)
+    else:
+        check_fuses(made)
+    made.train(node.training)
+    return made
+
+
+def node_of(container: Any) -> Any:
+    """The node that a recurrent container holds, by itself or, in a linear one, after linear layers.
+
+    Raises:
+        LeaveAlone: it holds something else.
+    """
+    held, *before = [container.sub_module]
+    if isinstance(held, nn.Sequential) and len(held) and isinstance(container, layer.LinearRecurrentContainer):
+        *before, held = held
+    plain = isinstance(held, neuron.BaseNode | neuron.SimpleBaseNode) and not isinstance(held, neuron.GatedLIFNode)
+    if not plain or not all(type(m) in (nn.Linear, layer.Linear) for m in before):
+        what = "linear layers and a node" if isinstance(container, layer.LinearRecurrentContainer) else "a node"
+        raise LeaveAlone(f"a container of something else than {what}; what is in it is looked at by itself")
+    if held.step_mode == "m" or getattr(held, "store_v_seq", False):
+        raise LeaveAlone("its node takes sequences, or stores `v_seq`: set both back first")
+    return held
+
+
+def core_for(node: Any) -> nn.Module:
+    """The step of a node as a core.
+
+    Raises:
+        LeaveAlone: the kind is not known, or its states do not start as numbers.
+    """
+    core = _core_of(type(node))(node)
     for name, value in node._memories_rv.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise LeaveAlone(f"its memory `{name}` starts as {type(value).__name__}, and flexsn's states start as numbers")
-    gated = isinstance(core, GatedLIF)
-    made = (GatedNeuron if gated else SpikingJellyNeuron)(core, node, step_mode or node.step_mode, backend)
-    check_fuses(made, (2, node.conduct[0].numel(), 2, 2) if gated else None)
-    return made
+    return core
 
 
 def _own(kind: type, theirs: type) -> set[str]:
@@ -219,10 +306,8 @@ def loops(module: nn.Module) -> bool:
     return isinstance(module, _LOOPS)
 
 
-_LOOPS = (
-    layer.MultiStepContainer, layer.TLastMultiStepContainer, layer.StepModeContainer, layer.ElementWiseRecurrentContainer,
-    layer.LinearRecurrentContainer,
-)  # fmt: skip
+_RECURRENT = (layer.ElementWiseRecurrentContainer, layer.LinearRecurrentContainer)
+_LOOPS = (layer.MultiStepContainer, layer.TLastMultiStepContainer, layer.StepModeContainer, *_RECURRENT)
 
 
 def finish(model: nn.Module, swapped: list[tuple[nn.Module, FlexSN]]) -> None:

@@ -274,10 +274,10 @@ def inhibited():
 @pytest.mark.parametrize(
     ("make", "mode", "why"),
     [
-        (lambda: snn.RLeaky(beta=0.9, linear_features=8, init_hidden=True), "m", "(RLeaky) stays as it is, and takes single steps"),
+        (lambda: snn.SLSTM(8, 4, init_hidden=True), "m", "(SLSTM) stays as it is, and takes single steps"),
         (inhibited, "m", "(Leaky) stays as it is, and takes single steps"),
-        (lambda: norse.LIFRecurrentCell(8, 8), "m", "(LIFRecurrentCell) stays as it is, and takes single steps"),
-        (lambda: norse.LIFRecurrent(8, 8), "s", "(LIFRecurrent) stays as it is, and takes whole sequences"),
+        (lambda: norse.LIFMCRecurrentCell(8, 8), "m", "(LIFMCRecurrentCell) stays as it is, and takes single steps"),
+        (lambda: norse.LSNNRecurrent(8, 8, adjoint=True), "s", "(LSNNRecurrent) stays as it is, and takes whole sequences"),
         (lambda: neuron.NonSpikingIFNode(), "s", "(NonSpikingIFNode) stays as it is, and takes whole sequences"),
         (lambda: neuron.GatedLIFNode(T=T), "s", "(GatedLIFNode) stays as it is, and takes whole sequences"),
         (lambda: neuron.IFNode(surrogate_function=surrogate.PoissonPass()), "m", "(IFNode) stays as it is, and takes single steps"),
@@ -296,9 +296,9 @@ def test_a_step_mode_that_not_all_take_is_refused(make, mode, why):
 
 
 def test_a_neuron_left_alone_that_takes_what_is_asked():
-    net = nn.Sequential(neuron.LIFNode(), neuron.PSN(T=T), norse.LIFRecurrent(4, 4))
+    net = nn.Sequential(neuron.LIFNode(), neuron.PSN(T=T), norse.LSNNRecurrent(4, 4, adjoint=True))
     report = flexsn.convert(net, step_mode="m")
-    assert [e.before for e in report.left] == ["PSN", "LIFRecurrent"] and net[0].step_mode == "m"
+    assert [e.before for e in report.left] == ["PSN", "LSNNRecurrent"] and net[0].step_mode == "m"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_neuron_left_alone_that_takes_what_is_asked():
     [
         lambda: layer.MultiStepContainer(layer.Linear(4, 4), neuron.LIFNode()),
         lambda: layer.StepModeContainer(True, "m", layer.Linear(4, 4), neuron.LIFNode()),
-        lambda: layer.LinearRecurrentContainer(neuron.LIFNode(), 4, 4, step_mode="m"),
+        lambda: layer.LinearRecurrentContainer(nn.Sequential(neuron.LIFNode(), nn.Linear(4, 4)), 4, 4, step_mode="m"),
         lambda: norse.Lift(norse.SequentialState(nn.Linear(4, 4), norse.LIFBoxCell())),
     ],
     ids=["multi step", "step mode", "recurrent", "lift"],

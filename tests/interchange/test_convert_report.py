@@ -58,8 +58,8 @@ def inhibited():
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda: snn.RLeaky(beta=0.9, linear_features=4, init_hidden=True), "RLeaky"),
-        (lambda: norse.LIFRecurrentCell(4, 4), "LIFRecurrentCell"),
+        (lambda: snn.SLSTM(4, 8, init_hidden=True), "SLSTM"),
+        (lambda: norse.LIFMCRecurrentCell(4, 4), "LIFMCRecurrentCell"),
         (inhibited, "Leaky"),
     ],
 )
@@ -71,13 +71,14 @@ def test_a_neuron_that_keeps_the_whole_model_step_by_step(make, kind):
 
 
 def test_containers_that_loop_over_time():
-    net = nn.Sequential(layer.LinearRecurrentContainer(neuron.LIFNode(), 4, 4, step_mode="m"), neuron.LIFNode(step_mode="m"))
+    fed = nn.Sequential(neuron.LIFNode(), nn.Linear(4, 4))
+    net = nn.Sequential(layer.LinearRecurrentContainer(fed, 4, 4, step_mode="m"), neuron.LIFNode(step_mode="m"))
     assert said(flexsn.convert(net)) == {
-        "0.sub_module": "a kernel over one step saves nothing: `0` (LinearRecurrentContainer) calls it step by step"
+        "0.sub_module.0": "a kernel over one step saves nothing: `0` (LinearRecurrentContainer) calls it step by step"
     }
     assert "`(the model)` (MultiStepContainer) calls it" in said(flexsn.convert(layer.MultiStepContainer(neuron.LIFNode())))["0"]
 
 
 def test_what_stays_within_a_container_holds_up_nobody_else():
-    net = nn.Sequential(norse.Lift(norse.SequentialState(norse.LIFRecurrentCell(4, 4))), leaky())
+    net = nn.Sequential(norse.Lift(norse.SequentialState(norse.LIFMCRecurrentCell(4, 4))), leaky())
     assert LOOPED in said(flexsn.convert(net))["1"]

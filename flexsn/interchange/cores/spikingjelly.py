@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from .describe import Described
-from .surrogates import from_spikingjelly
-from .swap import keep
+from ..describe import Described
+from ..surrogates import from_spikingjelly
+from ..swap import keep
 
 
 class Node(nn.Module):
@@ -233,6 +234,60 @@ class GatedLIF(nn.Module):
         h = h - kept * gamma * s - (1 - gamma) * drop * s
         s = from_spikingjelly(self.surrogate_function)(h - threshold)
         return s, h, s
+
+
+class Recurrent(nn.Module):
+    """A recurrent container: what it gave at the step before, `y`, meets the input of the step on its way into a node.
+
+    Args:
+        container: whose tensors and functions it shares.
+        held: the core of the node that the container holds, or linear layers and that.
+    """
+
+    element_wise_function: Any
+    rc: Any
+    sub_module: Any
+
+    def __init__(self, container: Any, held: nn.Module):
+        super().__init__()
+        for name in ("element_wise_function", "rc"):
+            if hasattr(container, name):
+                setattr(self, name, getattr(container, name))
+        self.sub_module = held
+
+    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        *own, y = states
+        node = self.sub_module[-1] if isinstance(self.sub_module, nn.Sequential) else self.sub_module
+        s, *own = node(self.join(x, y), *own)
+        return s, *own, s
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        """What the node takes."""
+        return self.element_wise_function(y, x)
+
+    def state_shape(self, step: torch.Size) -> torch.Size:
+        """The shape of the states for that of an input."""
+        return step
+
+
+class LinearRecurrent(Recurrent):
+    """`rc` takes input and `y` side by side, and linear layers may follow: their product is one matrix for each."""
+
+    def folded(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of `rc` and the linear layers together."""
+        first, *rest = [self.rc, *(list(self.sub_module)[:-1] if isinstance(self.sub_module, nn.Sequential) else [])]
+        weight, bias = first.weight, first.bias
+        for linear in rest:
+            weight = linear.weight @ weight
+            bias = linear.bias if bias is None else linear.weight @ bias if linear.bias is None else linear.weight @ bias + linear.bias
+        return weight, bias
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        (weight, bias), inputs = self.folded(), self.rc.out_features
+        return F.linear(x, weight[:, :inputs], bias) + F.linear(y, weight[:, inputs:])
+
+    def state_shape(self, step: torch.Size) -> torch.Size:
+        return torch.Size([*step[:-1], self.rc.in_features - self.rc.out_features])
 
 
 CORES: dict[type, type[nn.Module]] = {
