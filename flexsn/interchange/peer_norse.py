@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..module import FlexSN
 from .cores.norse import RecurrentStep, Step, leaf_names, leaves, rebuild
-from .swap import LeaveAlone, Swapped, check_fuses, check_plain
+from .swap import LeaveAlone, Swapped, check_fuses, check_plain, check_recurs
 
 RECURRENT = (SNNRecurrent, SNNRecurrentCell)
 
@@ -82,8 +82,8 @@ def replace(neuron: Any, backend: str, step_mode: str | None) -> Swapped:
     else:
         made = NorseNeuron(cell, step_mode or takes(cell), backend)
     if isinstance(cell, RECURRENT):
-        step = torch.Size([2, made.core.input_weights.shape[1]])  # type: ignore[attr-defined]  # the core is a RecurrentStep
-        check_fuses(made, step, *[made.core.state_shape(step)] * made.num_states)  # type: ignore[attr-defined]  # as above
+        step = torch.Size([2, cell.input_weights.shape[1]])
+        check_recurs(made, step, made.core.state_shape(step))  # type: ignore[attr-defined]  # the core is one of ours
     else:
         check_fuses(made)
     return made

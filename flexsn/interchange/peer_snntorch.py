@@ -14,7 +14,7 @@ from ..errors import InterchangeError
 from ..module import FlexSN
 from .cores.snntorch import CORES, RECURRENT
 from .surrogates import from_snntorch
-from .swap import LeaveAlone, Swapped, check_fuses
+from .swap import LeaveAlone, Swapped, check_fuses, check_recurs
 
 
 class SnnTorchNeuron(Swapped):
@@ -131,7 +131,7 @@ def replace(neuron: Any, backend: str, step_mode: str | None) -> Swapped:
     made = FUSED[type(neuron)](core, neuron, names, step_mode or "s", backend)
     if isinstance(core, RECURRENT):
         step = _example(neuron)
-        check_fuses(made, step, *[core.state_shape(step)] * len(names))
+        check_recurs(made, step, core.state_shape(step))
     else:
         check_fuses(made)
     return made

@@ -13,7 +13,7 @@ from .._capture.signature import positional_names
 from ..errors import StateMismatchError
 from ..module import FlexSN
 from .cores.spikingjelly import CORES, GatedLIF, LinearRecurrent, OwnEquations, OwnStep, Recurrent
-from .swap import LeaveAlone, NoNeuron, Swapped, check_fuses, check_plain
+from .swap import LeaveAlone, NoNeuron, Swapped, check_fuses, check_plain, check_recurs
 
 PARALLEL = (neuron.PSN, neuron.MaskedPSN, neuron.SlidingPSN)
 
@@ -190,7 +190,7 @@ def replace(node: Any, backend: str, step_mode: str | None) -> FlexSN:
     core = core_for(node)
     gated = isinstance(core, GatedLIF)
     made = (GatedNeuron if gated else SpikingJellyNeuron)(core, node, step_mode or node.step_mode, backend)
-    check_fuses(made, *([(2, node.conduct[0].numel(), 2, 2)] if gated else []))
+    check_fuses(made, (2, node.conduct[0].numel(), 2, 2) if gated else None)
     return made
 
 
@@ -212,7 +212,7 @@ def recurrent(container: Any, backend: str, step_mode: str | None) -> FlexSN:
     made = RecurrentNeuron(core, container, step_mode or container.step_mode, backend)
     if linear:
         step = torch.Size([2, container.rc.out_features])
-        check_fuses(made, step, *[core.state_shape(step)] * made.num_states)
+        check_recurs(made, step, core.state_shape(step))
     else:
         check_fuses(made)
     made.train(node.training)

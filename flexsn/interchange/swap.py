@@ -15,15 +15,13 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from .._capture.signature import Signature, core_name, make_signature
+from .._capture.signature import core_name, make_signature
 from .._capture.trace import Meta
-from .._captured.captured_values import CapturedValues
-from .._operator.mixing.mixing_calls import take_apart
 from .._program.cache import program_for
 from .._runtime.backends import backend_of
 from .._torch.compiling import is_optimized_module
 from .._viz.monitor import watches
-from ..errors import CannotFuseError, FlexSNError, InterchangeError, NotElementwiseError, ShapeMismatchError, as_shown
+from ..errors import BackendUnavailableError, CannotFuseError, FlexSNError, InterchangeError, as_shown
 from ..module import FlexSN
 
 _SET_WEIGHTS = (BasePruningMethod, WeightNorm, SpectralNorm)  # pre-hooks that compute a weight, and leave the input as it is
@@ -242,58 +240,74 @@ def _public(module: nn.Module) -> dict[str, Any]:
     return {n: v for n, v in found.items() if not n.startswith("_")}
 
 
-def check_fuses(neuron: FlexSN, *shapes: tuple[int, ...]) -> None:
+def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
     """Capture the core and its gradient on stand-ins; nothing is built.
 
     Args:
-        shapes: of one step of each input and state, or one for all of them; by default a batch of what the core's tensors broadcast
-            to. Where the core does not run on that, because it views its tensors as channels, a batch of images. If there is one for
-            each, calls that mix neurons may take turns with the kernel.
+        step: the shape of one step; by default a batch of what the core's tensors broadcast to. Where the core does not run on that,
+            because it views its tensors as channels, a batch of images.
 
     Raises:
-        LeaveAlone: kernels cannot express it, or PyTorch cannot run it.
+        LeaveAlone: one kernel cannot express it, or PyTorch cannot run it.
     """
     seen, params = neuron.captured_values(), [getattr(neuron.params, name) for name in neuron.param_names]
-    floats = [t for t in (*seen.tensors().values(), *params) if t.is_floating_point()]
+    try:
+        core, captured = seen.stand_ins(neuron.core, torch.empty_like)
+    except CannotFuseError as error:
+        raise _cannot_fuse(error) from error
+    floats = [t for t in (*captured.values(), *params) if t.is_floating_point()]
     dtype = floats[0].dtype if floats else torch.get_default_dtype()
     device = floats[0].device if floats else torch.device("cpu")
     sig = make_signature(neuron.core, neuron.num_inputs, neuron.num_states, len(params))
-    operands, reason = sig.num_inputs + sig.num_states, ""
-    tried = [shapes] if len(shapes) > 1 else [shapes * operands] if shapes else _steps([tuple(t.shape) for t in floats], operands)
-    for each in tried:
-        metas = [*[Meta(tuple(shape), dtype) for shape in each], *[Meta(tuple(p.shape), p.dtype) for p in params]]
+    reason = ""
+    for shape in [step] if step else _steps([tuple(t.shape) for t in floats]):
+        metas = [Meta(shape, dtype)] * (neuron.num_inputs + neuron.num_states) + [Meta(tuple(p.shape), p.dtype) for p in params]
         try:
-            _check_step(neuron, seen, sig, metas, device, mixes=len(shapes) > 1)
+            program = program_for(backend_of(device), core, seen, sig, metas, device, captured, None)[0]
+            program.differentiate(core, captured, seen)
             return
         except CannotFuseError as error:
-            raise LeaveAlone(f"cannot be fused: {error.reason}{f', at {as_shown(error.line)}' if error.line else ''}") from error
+            raise _cannot_fuse(error) from error
         except FlexSNError as error:
-            reason = reason or f"does not run on one step of shape {list(each[0])}: {error.reason}"
+            reason = reason or f"does not run on one step of shape {list(shape)}: {error.reason}"
     raise LeaveAlone(reason)
 
 
-def _check_step(neuron: FlexSN, seen: CapturedValues, sig: Signature, metas: list[Meta], device: torch.device, *, mixes: bool) -> None:
-    """Capture what one kernel runs: the core, or what is left of it without its calls that mix neurons.
+def check_recurs(neuron: FlexSN, step: tuple[int, ...], state: tuple[int, ...]) -> None:
+    """Call a neuron whose step mixes neurons on one step of zeros: kernels are chosen, and built, as for a sequence.
+
+    Args:
+        step, state: the shapes of its input and of its states at one step.
 
     Raises:
-        FlexSNError: it cannot be captured.
+        LeaveAlone: kernels, in turns with what mixes neurons, cannot express it, or PyTorch cannot run it.
     """
-    core, captured = seen.stand_ins(neuron.core, torch.empty_like)
+    own = next(t for t in (*neuron.parameters(), *neuron.buffers()) if t.is_floating_point())
+    given = neuron.strict, neuron.backend
+    neuron.strict, neuron.backend = True, "auto"
     try:
-        program_for(backend_of(device), core, seen, sig, metas, device, captured, None)[0].differentiate(core, captured, seen)
-    except (NotElementwiseError, ShapeMismatchError):
-        if not mixes:
-            raise
-        rest = take_apart(core, sig, metas, device, captured, None)
-        left = [*[metas[k] for k in rest.inputs], *[m.result for m in rest.mixing], *metas[sig.num_inputs :]]
-        _check_step(neuron, seen.wrapped(rest), rest.signature, left, device, mixes=False)
+        with torch.enable_grad():
+            x = own.new_zeros((1, *step), requires_grad=True)
+            neuron.run((x,), [own.new_zeros(state, requires_grad=True) for _ in range(neuron.num_states)], False)
+    except BackendUnavailableError:
+        return  # no compiler: the eager loop takes what there is
+    except CannotFuseError as error:
+        raise _cannot_fuse(error) from error
+    except FlexSNError as error:
+        raise LeaveAlone(f"does not run on one step of shape {list(step)}: {error.reason}") from error
+    finally:
+        neuron.strict, neuron.backend = given
 
 
-def _steps(shapes: list[tuple[int, ...]], operands: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Shapes of operands of one step that tensors of these shapes may be made for."""
+def _cannot_fuse(error: CannotFuseError) -> LeaveAlone:
+    return LeaveAlone(f"cannot be fused: {error.reason}{f', at {as_shown(error.line)}' if error.line else ''}")
+
+
+def _steps(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Shapes of one step that tensors of these shapes may be made for."""
     channels = max((n for shape in shapes for n in shape), default=1)
     images = (2, channels, 2, 2)
     try:
-        return [((2, *torch.broadcast_shapes((1,), *shapes)),) * operands, (images,) * operands]
+        return [(2, *torch.broadcast_shapes((1,), *shapes)), images]
     except RuntimeError:  # they meet after a `view`
-        return [(images,) * operands]
+        return [images]

@@ -165,7 +165,7 @@ SNN_LEFT = [
     (lambda: snn.SConv2dLSTM(2, 3, 3, max_pool=2), "pooling mixes"),
     (lambda: quiet(lambda: rleaky(inhibition=True)), "compares neurons"),
     (lambda: rleaky(state_quant=lambda v: v), "state_quant"),
-    (lambda: rleaky(spike_grad=snn_surrogate.SSO()), "random"),
+    (lambda: rleaky(spike_grad=snn_surrogate.SSO()), "cannot be fused"),
     (lambda: type("Mine", (snn.RLeaky,), {})(beta=0.9, linear_features=7), "a subclass of RLeaky"),
 ]
 
