@@ -64,7 +64,7 @@ demo: $(READY) ## train a spiking classifier, fused and eager timed: demo_output
 
 examples: export OMP_WAIT_POLICY ?= passive
 examples: $(READY) ## train every example at full scale (minutes): demo_output/<name>/metrics.json and a picture
-	for name in japanese_vowels pig_cvp events_tonic two_compartments lightning_digits; do $(BIN)/python examples/$$name.py || exit; done
+	for name in japanese_vowels pig_cvp events_tonic two_compartments lightning_digits shd_like gru_as_a_core; do $(BIN)/python examples/$$name.py || exit; done
 
 test: $(READY) ## the quick tests, two cases of those that have many: 9 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
