@@ -42,6 +42,8 @@ def load(args) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     if args.data is None:
         count = 400 if args.quick else 1600
         return binned(make(count, 2 * args.seed)), binned(make(count // 4, 2 * args.seed + 1))
+    if "train" not in args.data.name:
+        raise SystemExit(f"--data takes shd_train.h5, beside which shd_test.h5 lies, and not {args.data.name}")
     return binned(read(args.data)), binned(read(args.data.with_name(args.data.name.replace("train", "test"))))
 
 

@@ -136,6 +136,15 @@ def test_files_of_shd_are_read(shd_files, tmp_path):
     assert counts.equal(shd_files.binned(rounded)[0]) and counts.sum() > 5000
 
 
+def test_a_file_to_train_on_is_not_tested_on(shd_files, tmp_path):
+    for package in ("matplotlib", "tqdm"):
+        pytest.importorskip(package)
+    import shd_like
+
+    with pytest.raises(SystemExit, match=r"--data takes shd_train\.h5"):
+        shd_like.main(["--out", str(tmp_path), "--data", "digits.h5"])
+
+
 def test_without_h5py_the_path_of_a_file_is_answered_by_what_is_missing(shd_files, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(SystemExit, match="needs h5py"):
