@@ -57,9 +57,9 @@ class Report:
 def convert(model: nn.Module, *, backend: str = "auto", step_mode: str | None = None) -> Report:
     """Swap the neurons of a SpikingJelly, snnTorch or Norse model for flexsn ones, in place.
 
-    Each is called, reset and detached as the neuron was, and computes the same: spikes are equal, gradients agree to
-    rounding. Its `Parameter`s are the same objects (an optimizer goes on), now under `core.`; state dicts made before load.
-    What is not known, or does not fuse, stays as it is. See docs/interchange.md for what each library's neurons become.
+    Each is called, reset and detached as the neuron was, and computes the same: spikes are equal, gradients agree to rounding, and so do
+    the sums of recurrent layers. Its `Parameter`s are the same objects (an optimizer goes on), now under `core.`; state dicts made before
+    load. What is not known, or does not fuse, stays as it is. See docs/interchange.md for what each library's neurons become.
 
     Args:
         model: a network, or a neuron itself (its replacement is `report.model`).

@@ -287,7 +287,7 @@ def test_pictures_snippets_run(tmp_path, monkeypatch):
         assert (pictures.PAGE.parent / "img" / name).stat().st_size < 100_000
 
 
-INTERCHANGE = {"interchange": 5, "from_spikingjelly": 3, "from_snntorch": 3, "from_norse": 3}  # page: blocks
+INTERCHANGE = {"interchange": 6, "from_spikingjelly": 3, "from_snntorch": 3, "from_norse": 3}  # page: blocks
 
 
 @pytest.mark.parametrize("page", INTERCHANGE)

@@ -1,9 +1,11 @@
 """NIR's cycles: `flexsn.Recurrent` goes out as a neuron with a layer on the way back, and such a cycle comes in as one."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
-from graphs import B, T, affine, assert_spikes, cuba_lif, f64, lif
+from graphs import B, T, affine, assert_spikes, cuba_lif, f64, lif, loop
 from loaded_peers import nir, snn
 from torch import nn
 from torch.nn.utils import prune
@@ -11,6 +13,10 @@ from torch.nn.utils import prune
 import flexsn
 from flexsn.errors import InterchangeError
 from flexsn.interchange import Delay, PerStep, Scale
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from spikingjelly.activation_based.nir_exchange import import_from_nir as spikingjelly_from_nir
 
 above = flexsn.surrogate.atan(inclusive=False)
 
@@ -146,6 +152,14 @@ def test_a_converted_recurrent_neuron_is_written():
     x = 2.0 * torch.randn(T, B, 4)
     want = net(x)
     assert_spikes(flexsn.from_nir(flexsn.to_nir(net, x), backend="torch")(x), want)
+
+
+def test_spikingjelly_reads_recurrent_layers():
+    """Without a bias: it begins with zeros behind the mixing, flexsn and snnTorch's RLeaky before it."""
+    back = fed_back(flexsn.LIF(tau=3.0, v_threshold=0.3, decay_input=False, surrogate=above), nn.Linear(6, 6, bias=False))
+    net, x = nn.Sequential(nn.Linear(4, 6), back), sample("linear")
+    theirs = spikingjelly_from_nir(flexsn.to_nir(net, x, dt=1e-4), dtype=f64)
+    assert_spikes(net(x), loop(theirs, x))
 
 
 @pytest.mark.parametrize(
