@@ -167,6 +167,10 @@ class InPlaceError(CannotFuseError):
     """An in-place write whose aliases cannot be followed."""
 
 
+class StepByStepError(CannotFuseError):
+    """`over_time` cannot run all steps of a network at once."""
+
+
 class ParamGradientError(CannotFuseError):
     """The gradient of a param passes a non-linear function of the per-step cotangent, so it cannot be summed first."""
 

@@ -47,8 +47,8 @@ _FACTORIES = {name.removeprefix("aten::") for name in _UNIFORM} | {"tensor", "as
 
 _NEEDS_NO_STATE = "A kernel handles each neuron by itself: do this outside the core, or on params only."
 _NEEDS_A_STATE = (
-    "A kernel handles each neuron by itself: do this outside the core, on its outputs. What the next step needs takes turns with a kernel "
-    'where a call takes one state as it is (`s @ w`); else there are the eager loop (`backend="torch"`) and single steps (`step_mode="s"`).'
+    "A kernel handles each neuron by itself: do this outside the core, on its outputs. Plain calls run it in turns with kernels; "
+    'else there are the eager loop (`backend="torch"`) and single steps (`step_mode="s"`).'
 )
 
 

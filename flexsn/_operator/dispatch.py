@@ -16,6 +16,7 @@ from .._capture.signature import Signature, check_operands, core_name, make_sign
 from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues
 from .._ir.graph import HALF
+from .._program.cache import cut_for
 from .._program.inner import inner_dims, layout_of
 from .._program.pairs import ComplexStepError
 from .._program.parts import PartsLayout
@@ -23,23 +24,29 @@ from .._runtime import fork
 from .._runtime.backends import check_backend
 from .._torch.autograd import call_modes, profiler_flag, unwrap_if_dead
 from .._torch.compiling import unseen_by_dynamo
+from .._torch.tensors import broadcast_shapes
 from .._torch.transforms import is_plain, left_by_an_ended_vmap, transforms_active, transforms_or_modes_active
 from ..errors import (
     BackendUnavailableError,
     CannotFuseError,
+    CarriedStateError,
     CoreError,
     FlexSNError,
+    FreedGraphError,
     NotElementwiseError,
     ShapeMismatchError,
     StaleStateError,
+    StateMismatchError,
 )
 from . import call as run
 from . import dtensor as sharding
 from .autograd import record, run_call
 from .eager_loop import eager_loop, first_step
 from .fallback import noting, warn_once
-from .mixing.mixing_calls import Rest, take_apart
-from .mixing.recurrence import Given, run_mixing
+from .mixing.cut import Cut, take_apart
+from .mixing.default_states import DefaultStates, default_states
+from .mixing.recurrence import Given
+from .mixing.run import run_mixing
 from .prepare import PLAIN, prepare, refuse_freed, stand_in
 
 
@@ -93,11 +100,65 @@ def run_core(
         return list(results[outs:ends]), list(results[ends:]), list(results[:outs])
     if torch.jit.is_tracing():  # type: ignore[attr-defined]  # it is there; sizes of tensors are tensors then
         raise torchscript_refused(core)
+    options: dict[str, Any] = {"backend": backend, "strict": strict, "sequences": sequences, "num_outputs": num_outputs}
     with fork.undisturbed() if fork.disturbed() else contextlib.nullcontext():
-        return _run_first(
-            core, seen, inputs, states, params, captured, key, backend=backend, strict=strict, sequences=sequences,
-            num_outputs=num_outputs,
-        )  # fmt: skip
+        return _run_from_start(core, seen, inputs, states, params, captured, key, **options)
+
+
+_NOT_OF_SHAPES = (CannotFuseError, BackendUnavailableError, StaleStateError, FreedGraphError, CarriedStateError)  # of a RuntimeError
+
+
+def _run_from_start(
+    core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...],
+    captured: dict[str, Tensor], key: tuple | None, **options: Any,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    """Run a call; keep under `key` where default states start, if that is not where the inputs' shape says."""
+    known = seen.over_parts.get(key)
+    if isinstance(known, DefaultStates):
+        return run_core(core, seen, inputs, known.filled(inputs, states), params, **options)
+    try:
+        return _run_first(core, seen, inputs, states, params, captured, key, **options)
+    except (RuntimeError, ShapeMismatchError, StateMismatchError) as error:
+        if all(v is not None for v in states) or isinstance(error, _NOT_OF_SHAPES):
+            raise
+        cause = error
+    starts = _other_starts(cause, core, seen, inputs, states, params)
+    try:
+        results = run_core(core, seen, inputs, starts.filled(inputs, states), params, **options)
+    except (StateMismatchError, ShapeMismatchError):
+        raise cause from None
+    _keep(seen.over_parts, key, starts)
+    return results
+
+
+def _other_starts(
+    error: Exception, core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
+    params: tuple[Tensor, ...],
+) -> DefaultStates:  # fmt: skip
+    """Return where default states start that are not of the inputs' shape.
+
+    Raises:
+        Exception: the `error` of states of that shape, if the core runs on no other, or it cannot be found on which; then a note says so.
+    """
+    sig = seen.signatures.get((len(inputs), len(states), len(params)))
+    try:
+        found = default_states(seen.runnable(core), sig, inputs, states, params) if sig is not None and inputs[0].dim() else None
+    except ShapeMismatchError as other:
+        if isinstance(error, RuntimeError) and not hasattr(error, "__notes__"):  # the core did not run on states of the inputs' shape
+            error.add_note(f"{other.reason}. {other.hint}")
+        raise error from None
+    except Exception:  # the core's own: what it raised on states of the inputs' shape says more
+        found = None
+    if found is None or all(meta is None or meta.shape == _step_of(inputs) for meta in found.metas):
+        raise error
+    return found
+
+
+def _step_of(inputs: Sequence[Tensor]) -> tuple[int, ...] | None:
+    try:
+        return broadcast_shapes(*[x.shape[1:] for x in inputs])
+    except RuntimeError:
+        return None
 
 
 def _run_first(
@@ -173,9 +234,9 @@ def _run_apart(
             plain = None if options["backend"] == "hop" else key  # whose calls are ops of a graph
             look = apart_from_mixing(why, plain, core, seen, sig, *given, num_outputs)
             results = _run_over_parts(core, look, *given, options)
-        except CannotFuseError:
-            if isinstance(why, CannotFuseError):
-                _keep(seen.over_parts, key, copy.copy(why))  # which holds no frames, as `why` does
+        except CannotFuseError as other:
+            why = why if isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError) else other
+            _keep(seen.over_parts, key, copy.copy(why))  # which holds no frames, as `why` does
             raise why from None
     _keep(seen.over_parts, key, look)
     return results
@@ -186,8 +247,7 @@ def _run_over_parts(
     options: dict[str, Any],
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Run a call with complex numbers, or an inner dim, by the kernel of the core on their parts, which `look` is a look at."""
-    if isinstance(look.wrap, Rest):
-        look.signatures[len(look.wrap.inputs) + len(look.wrap.mixing), len(states), len(params)] = look.wrap.signature
+    if isinstance(look.wrap, Cut):
         return run_mixing(run_core, Given(core, look, inputs, states, params, options["backend"], None), options["sequences"])
     layout: PartsLayout = look.wrap
     parts = layout.split(inputs, states)
@@ -211,16 +271,22 @@ def apart_from_mixing(
     """
     mixes = isinstance(error, ShapeMismatchError) or (isinstance(error, NotElementwiseError) and MIXES in error.reason)
     tensors = [t for t in (*inputs, *states, *params) if t is not None]
-    if not mixes or key is None or seen.wrap is not None or any(t.dtype in HALF for t in tensors):
-        raise NotElementwiseError("mixes neurons", core=sig.core) from error
+    nowhere = key is None and not isinstance(error, ShapeMismatchError)
+    if not mixes or nowhere or seen.wrap is not None or any(t.dtype in HALF for t in tensors):
+        raise error
     try:
         _, current = first_step(seen.runnable(core), sig, inputs, states, params, num_outputs)
     except Exception:  # whatever the core raises: the loop raises it again, where it would run
-        raise NotElementwiseError("mixes neurons", core=sig.core) from error
+        raise error from None
+    if key is None:
+        raise NotElementwiseError("takes operands that do not broadcast, and is called where only a kernel could run", core=sig.core)
     shapes = [*[(x.shape[1:], x.dtype) for x in inputs], *[(v.shape, v.dtype) for v in (*current, *params)]]
     on_stand_ins, captured = seen.stand_ins(core, stand_in)
     metas = [Meta(tuple(shape), dtype) for shape, dtype in shapes]
-    return seen.wrapped(take_apart(on_stand_ins, sig, metas, inputs[0].device, captured, num_outputs))
+    cut = cut_for(take_apart, on_stand_ins, seen, sig, metas, inputs[0].device, captured, num_outputs)
+    if not cut.mixing:
+        raise error
+    return seen.wrapped(cut)
 
 
 Result = TypeVar("Result")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from .._operator.fallback import warn_once
 from .._torch.autograd import current_backward
 from .._torch.compiling import outside_dynamo
-from ..errors import ArgumentError, SequenceLengthError
-from .steps import AllSteps, leaves, mapped, step_of
-from .walks import PlainLoop, StepByStepError
+from ..errors import ArgumentError, SequenceLengthError, StaleStateError, StepByStepError
+from .steps import AllSteps, leaves, mapped
+from .walks import PlainLoop, walking
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INTERNAL = nn.Module().__dict__.keys()
@@ -37,6 +38,8 @@ class OverTime(nn.Module):
     @outside_dynamo("flexsn.over_time calls the network with tensors that stand for one step: compile what lies around it")
     def forward(self, *inputs: Any) -> Any:
         """`[T, *shape]` of each input to `[T, *shape]` of each output."""
+        if isinstance(walking.now, AllSteps):
+            raise StepByStepError("a step calls another `over_time`")
         T = _length(inputs)
         modules = list(self.network.modules())
         training = tuple([m.training for m in modules])
@@ -49,7 +52,9 @@ class OverTime(nn.Module):
                 before.restore()
                 if current_backward() >= 0:  # an activation checkpoint runs the call again, and stops it when it has what it needs
                     raise
-                why = error if isinstance(error, StepByStepError) else StepByStepError(f"{type(error).__name__}: {error}")
+                if isinstance(error, StaleStateError):
+                    raise
+                why = error if isinstance(error, StepByStepError) else StepByStepError(_told(error))
                 results = self._step_by_step(T, inputs, why)
                 self._reasons[training] = why
         else:
@@ -63,9 +68,16 @@ class OverTime(nn.Module):
         ]
         walk = AllSteps(T, counts, [m for m in modules if _is_neuron(m)])
         with walk, walk.on(walk):
-            results = self.network(*mapped(lambda x: step_of(x) if isinstance(x, Tensor) else x, inputs))
+            results = self.network(*mapped(lambda x: walk.step_of(x) if isinstance(x, Tensor) else x, inputs))
+        if any(not isinstance(y, Tensor) and y is not None for y in leaves(results)):
+            raise StepByStepError("a step returns something else than tensors")
         if (written := before.written()) is not None:
             raise StepByStepError(f"a step writes to `{written}`")
+        if walk.kept(results) and (gc.collect(), walk.kept(results))[1]:  # no frame of an error that was caught, but the user
+            raise StaleStateError(
+                "a step of `flexsn.over_time` keeps a tensor outside of the network's modules, where it is not found again",
+                hint="Keep it in an attribute of a module, or make it a state of a `flexsn.FlexSN`.",
+            )  # fmt: skip
         walk.finish()
         return mapped(lambda y: walk.sequence(y) if isinstance(y, Tensor) else y, results)
 
@@ -74,13 +86,15 @@ class OverTime(nn.Module):
             raise why
         if not T:
             raise SequenceLengthError("over_time runs this network step by step, and there is no step", hint=f"Because {why.reason}.")
-        warn_once("a network step by step", why)
         walk = PlainLoop()
         with walk.on(walk):
             steps = [self.network(*_at(t, inputs)) for t in range(T)]
         walk.finish()
-        columns = zip(*map(leaves, steps), strict=True)
-        joined = iter([torch.stack(column) if isinstance(column[0], Tensor) else column[-1] for column in columns])
+        warn_once("a network step by step", why)
+        columns = [list(column) for column in zip(*map(leaves, steps), strict=True)]
+        if odd := [y for column in columns for y in column if not isinstance(y, Tensor) and y is not None]:
+            raise ArgumentError(f"over_time: the network returned a {type(odd[0]).__name__}", hint="It returns tensors, or tuples of them.")
+        joined = iter([None if column[0] is None else torch.stack(column) for column in columns])
         return mapped(lambda _: next(joined), steps[0])
 
     def extra_repr(self) -> str:
@@ -99,8 +113,9 @@ def over_time(network: nn.Module, *, strict: bool = False) -> OverTime:
     draws for every step. `flexsn.monitor`, and neurons that store states, see whole sequences.
 
     A network that cannot be run so is run step by step, a neuron's kernel at a time, and a `FallbackWarning` says why: its forward
-    writes to an attribute or a buffer, reads values or the states of a neuron, calls a neuron twice; a layer has hooks, or is a batch
-    norm in training without momentum.
+    writes to an attribute of a module or to a buffer, reads values or the states of a neuron, calls a neuron twice, draws random numbers
+    that have no step (a dropout of weights); a layer has hooks, or is a batch norm in training without momentum. What a forward keeps
+    elsewhere in Python (a global counter, `random.random()`) is not seen.
 
     Args:
         network: takes and returns tensors of one step, or tuples, lists or dicts of them.
@@ -113,6 +128,8 @@ def over_time(network: nn.Module, *, strict: bool = False) -> OverTime:
     Raises:
         ArgumentError: `network` is no module.
         SequenceLengthError: inputs of different lengths.
+        StepByStepError: of a call, with `strict`: all steps cannot run at once.
+        StaleStateError: of a call: a step keeps a tensor outside of the network's modules.
     """
     if not isinstance(network, nn.Module):
         raise ArgumentError(f"over_time takes a module, not a {type(network).__name__}", hint="Its forward is one step.")
@@ -125,6 +142,14 @@ def _length(inputs: Any) -> int:
         return next(iter(lengths))  # type: ignore[return-value]  # it is not None
     told = "no tensor" if not lengths else "a tensor without dims" if None in lengths else f"sequences of lengths {sorted(lengths)}"  # type: ignore[type-var]  # they are numbers
     raise SequenceLengthError(f"over_time was given {told}", hint="Its inputs are sequences of one length, [T, *shape].")
+
+
+_READS = ("data-dependent", "data pointer", ".item()", "must only return Tensors")  # PyTorch's words
+
+
+def _told(error: Exception) -> str:
+    text = str(error)
+    return "a step reads values into Python" if any(words in text for words in _READS) else f"{type(error).__name__}: {text}"
 
 
 def _at(t: int, inputs: Any) -> Any:
@@ -155,24 +180,29 @@ class _Before:
     """What a network was before a call: to find what the call wrote to, and to put it back."""
 
     def __init__(self, modules: Sequence[nn.Module]):
-        self.attributes = [(m, dict(m.__dict__), dict(m._buffers)) for m in modules]
-        self.containers = [
-            (m, key, value, list(_items(value))) for m, own, _ in self.attributes for key, value in own.items() if _changes(key, value)
-        ]
+        self.attributes = [(m, m.__dict__.copy(), m._buffers.copy()) for m in modules]
+        own = [(m, [(key, value) for key, value in m.__dict__.items() if key not in _INTERNAL]) for m in modules if not _is_neuron(m)]
+        self.own = [(m, found) for m, found in own if found]
+        held = [(m, key, value) for m, found in self.own for key, value in found if isinstance(value, (list, deque, dict))]
+        self.containers = [(m, key, value, list(_items(value))) for m, key, value in held]
         norms = [m for m in modules if isinstance(m, _BATCH_NORMS) and m.training]
         self.statistics = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
 
     def written(self) -> str | None:
         """Return the name of an attribute that is another now, of a module that is no neuron."""
-        for module, own, buffers in self.attributes:
-            if not _is_neuron(module):
-                was, now = {**own, **buffers}, {**module.__dict__, **module._buffers}
-                for key in (*was, *now):
-                    if was.get(key, was) is not now.get(key, was):
-                        return f"{type(module).__name__}.{key}"
+        for module, before, buffers in self.attributes:
+            if len(module.__dict__) != len(before) and not _is_neuron(module):
+                return f"{type(module).__name__}.{next(key for key in module.__dict__ if key not in before)}"
+            for key, buffer in buffers.items():
+                if module._buffers.get(key) is not buffer:
+                    return f"{type(module).__name__}.{key}"
+        for module, found in self.own:
+            for key, value in found:
+                if module.__dict__.get(key) is not value:
+                    return f"{type(module).__name__}.{key}"
         for module, key, value, items in self.containers:
             after = list(_items(value))
-            if not _is_neuron(module) and (len(after) != len(items) or any(a is not b for a, b in zip(after, items, strict=True))):
+            if len(after) != len(items) or any(a is not b for a, b in zip(after, items, strict=True)):
                 return f"{type(module).__name__}.{key}"
         return None
 
@@ -188,10 +218,6 @@ class _Before:
         with torch.no_grad():
             for buffer, values in self.statistics:
                 buffer.copy_(values)
-
-
-def _changes(key: str, value: Any) -> bool:
-    return isinstance(value, (list, deque)) or (isinstance(value, dict) and key not in _INTERNAL)
 
 
 def _items(value: Any) -> Iterator[Any]:

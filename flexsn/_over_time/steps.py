@@ -7,6 +7,7 @@ What PyTorch is asked to do to such a tensor is done to the whole sequence: elem
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from ..errors import StaleStateError
-from .walks import StepByStepError, Walk, begins, ends
+from ..errors import StaleStateError, StepByStepError
+from .walks import Walk, begins, ends
 
 _OF_A_STEP = {
     *[getattr(Tensor, name).__get__ for name in ("shape", "ndim")],
@@ -32,7 +33,8 @@ _TAKES_A_BATCH = {"batch_norm": 0, "group_norm": 0} | {
     for dims in (1, 2, 3)
     for name in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "dropout")
 }  # how many dims an input without batch has; 0: there is none
-_DRAWS = set("rand randn randint randperm normal bernoulli multinomial poisson rand_like randn_like randint_like".split())
+_DRAWS = set("rand randn randint randperm normal bernoulli multinomial poisson rand_like randn_like randint_like gumbel_softmax".split())
+_DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
 _BATCH_NORM = list(inspect.signature(F.batch_norm).parameters)
 
 
@@ -84,10 +86,6 @@ def whole_of(tree: Any) -> Any:
     return mapped(lambda leaf: leaf.whole if isinstance(leaf, Step) else leaf, tree)
 
 
-def _step_or_value(leaf: Any) -> Any:
-    return step_of(leaf) if isinstance(leaf, Tensor) else leaf
-
-
 class AllSteps(TorchFunctionMode, Walk):
     """While inside, functions of PyTorch take tensors of one step, and neurons whole sequences.
 
@@ -100,6 +98,8 @@ class AllSteps(TorchFunctionMode, Walk):
     def __init__(self, T: int, counts: Sequence[Tensor], neurons: Sequence[Any]):
         super().__init__()
         self.T, self.counts = T, {id(t) for t in counts}
+        self.normed = set[int]()  # statistics of batch norms that were called
+        self.made: list[weakref.ref[Step]] = []
         self.carried = {neuron: (neuron.states, neuron.state_seqs) for neuron in neurons}
         self.left: dict[Any, tuple[bool, Sequence[Tensor], list[Tensor] | None]] = {}
         self.watched: list[tuple[Tensor, Callable[[Tensor], None]]] = []
@@ -112,8 +112,24 @@ class AllSteps(TorchFunctionMode, Walk):
             raise StepByStepError(f"a {type(neuron).__name__} is {what}")
         return handle_torch_function(_run_neuron, (), self, neuron, *inputs)
 
+    def step_of(self, whole: Tensor) -> Step:
+        """Return what stands for one step of a sequence."""
+        step = step_of(whole)
+        self.made.append(weakref.ref(step))
+        return step
+
+    def _step_or_value(self, leaf: Any) -> Any:
+        return self.step_of(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def kept(self, results: Any) -> bool:
+        """Return whether something beside the results holds a tensor of one step."""
+        returned = {id(leaf) for leaf in leaves(results)} | {id(output) for output, _ in self.watched}
+        return any((step := ref()) is not None and id(step) not in returned for ref in self.made)
+
     def finish(self) -> None:
         """Have the neurons carry their states."""
+        if any(type(neuron.__dict__["states"]) is not _NotYet for neuron in self.carried):
+            raise StepByStepError("a step resets a neuron, or sets its states")
         for neuron, (states, sequences) in self.carried.items():
             neuron.__dict__.update(states=states, state_seqs=sequences)
             if neuron in self.left:
@@ -130,7 +146,7 @@ class AllSteps(TorchFunctionMode, Walk):
             return func(*args, **kwargs)
         if func is _run_neuron:
             with self.on(None):
-                return mapped(_step_or_value, _run_neuron(self, args[1], *[self.sequence(x) for x in args[2:]]))
+                return mapped(self._step_or_value, _run_neuron(self, args[1], *[self.sequence(x) for x in args[2:]]))
         steps = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Step)]
         name = getattr(func, "__name__", "")
         if not steps:
@@ -140,12 +156,16 @@ class AllSteps(TorchFunctionMode, Walk):
         if name in ("is_floating_point", "is_complex", "get_device", "is_contiguous"):
             return func(*whole_of(args), **kwargs)
         if name == "batch_norm" and dict(zip(_BATCH_NORM, args, strict=False)).get("training", kwargs.get("training")):
+            statistics = dict(zip(_BATCH_NORM, args, strict=False)).get("running_mean", kwargs.get("running_mean"))
+            if statistics is not None and id(statistics) in self.normed:
+                raise StepByStepError("a batch norm is called twice in a step, in training")
+            self.normed.add(id(statistics))
             rows = steps[0].whole.unbind(0)  # each with its own statistics, which the running ones follow step by step
-            return step_of(torch.stack([func(row, *args[1:], **kwargs) for row in rows]))
+            return self.step_of(torch.stack([func(row, *args[1:], **kwargs) for row in rows]))
         if (rank := _TAKES_A_BATCH.get(name)) is not None and len(steps) == 1 and args and args[0] is steps[0]:
-            return mapped(_step_or_value, _in_the_batch(func, steps[0], rank, args[1:], kwargs))
+            return mapped(self._step_or_value, _in_the_batch(func, steps[0], rank, args[1:], kwargs))
         if name in _ELEMENTWISE and _aligned(name, args, kwargs):
-            return mapped(_step_or_value, func(*whole_of(args), **whole_of(kwargs)))
+            return mapped(self._step_or_value, func(*whole_of(args), **whole_of(kwargs)))
         return self._over_time(func, args, kwargs, steps)
 
     def sequence(self, x: Tensor) -> Tensor:
@@ -156,7 +176,7 @@ class AllSteps(TorchFunctionMode, Walk):
         """Call a function of what is the same at all steps."""
         if name == "add_" and id(args[0]) in self.counts:
             return func(args[0], args[1] * self.T)
-        if name in _DRAWS:
+        if name in _DRAWS or (name in _DROPOUT and kwargs.get("training", args[2] if len(args) > 2 else True)):
             raise StepByStepError(f"`{name}` draws random numbers that no tensor of the step leads to")
         if "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i"):
             raise StepByStepError(f"`{name}` writes to a tensor that is the same at all steps")
@@ -168,9 +188,10 @@ class AllSteps(TorchFunctionMode, Walk):
         def at_one_step(*given: Tensor) -> Any:
             values = iter(given)
             args_, kwargs_ = mapped(lambda leaf: next(values) if isinstance(leaf, Step) else leaf, (args, kwargs))
-            return func(*args_, **kwargs_)
+            result = func(*args_, **kwargs_)
+            return args_[0] if result is None else result  # of `x[:, 0] = y`
 
-        return mapped(_step_or_value, torch.vmap(at_one_step, randomness="different")(*[s.whole for s in steps]))
+        return mapped(self._step_or_value, torch.vmap(at_one_step, randomness="different")(*[s.whole for s in steps]))
 
 
 class _NotYet(list):
@@ -185,6 +206,8 @@ class _NotYet(list):
 def _run_neuron(walk: AllSteps, neuron: Any, *inputs: Tensor) -> Any:
     """Run a neuron over sequences."""
     own = neuron.__dict__
+    if type(own["states"]) is not _NotYet:
+        raise StepByStepError("a step resets a neuron, or sets its states")
     own["states"], own["state_seqs"] = walk.carried[neuron]
     anew, states = begins(neuron, inputs)
     outputs, finals, sequences = neuron.run(tuple(inputs), states, neuron.store_state_seqs)

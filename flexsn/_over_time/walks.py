@@ -15,7 +15,6 @@ from torch import Tensor
 
 from .._operator.checkpointed import starts_anew
 from .._torch.autograd import current_backward
-from ..errors import CannotFuseError
 
 
 class _Walking(threading.local):
@@ -23,10 +22,6 @@ class _Walking(threading.local):
 
 
 walking = _Walking()
-
-
-class StepByStepError(CannotFuseError):
-    """All steps cannot run at once."""
 
 
 class Walk:
@@ -73,18 +68,22 @@ class PlainLoop(Walk):
     """Step by step: neurons take one step each time they are called."""
 
     def __init__(self) -> None:
-        self.held: dict[Any, tuple[bool, Sequence[Tensor], list[list[Tensor]]]] = {}
+        self.held: dict[Any, tuple[bool, list[Tensor], list[list[Tensor]]]] = {}
         self.watched: dict[int, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
 
     def neuron(self, neuron: Any, inputs: Sequence[Tensor]) -> Any:
         one = [x.unsqueeze(0) for x in inputs]
         with self.on(None):
-            anew, states, trail = self.held[neuron] if neuron in self.held else (*begins(neuron, one), [])
+            anew, before, trail = self.held.get(neuron, (False, [], []))
+            states: Sequence[Tensor | None] = before
+            if neuron not in self.held or (neuron.stateful and neuron.states is not before):  # a step may reset it
+                anew, states = begins(neuron, one)
             outputs, finals, sequences = neuron.run(tuple(one), states, neuron.store_state_seqs)
         trail.append(sequences or [])
+        finals = list(finals)
         self.held[neuron] = anew, finals, trail
         if neuron.stateful:
-            neuron.__dict__["states"] = list(finals)  # a step may read them
+            neuron.__dict__["states"] = finals  # a step may read them
         found = [y.squeeze(0) for y in outputs]
         return found[0] if len(found) == 1 else tuple(found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,25 +33,28 @@ class Programs:
         exact: by everything that a call's program depends on: the program and the call's shapes, or why there is none.
         by_layout: by the same without sizes: programs, one of which may serve.
         by_text: by text, backend and device.
+        cuts: pieces of cores that mix neurons, by the same as `exact`.
     """
 
     def __init__(self) -> None:
         self.exact: OrderedDict[tuple, tuple[Program, Shapes] | CannotFuseError] = OrderedDict()
         self.by_layout: OrderedDict[tuple, list[Program]] = OrderedDict()
         self.by_text: OrderedDict[tuple[str, str, torch.device], Program] = OrderedDict()
+        self.cuts: OrderedDict[tuple, Any] = OrderedDict()
 
     def trim(self) -> None:
         """Drop what was used longest ago."""
-        for table in (self.exact, self.by_layout, self.by_text):
+        for table in (self.exact, self.by_layout, self.by_text, self.cuts):
             while len(table) > _SIZE:
                 table.popitem(last=False)
 
     def clear(self) -> None:
-        for table in (self.exact, self.by_layout, self.by_text):
+        for table in (self.exact, self.by_layout, self.by_text, self.cuts):
             table.clear()
 
 
 PROGRAMS = Programs()
+Cut = TypeVar("Cut")
 
 
 def program_for(
@@ -64,11 +68,7 @@ def program_for(
         core: on stand-ins for what it captures.
         captured: these stand-ins, by path.
     """
-    first: dict[int, str] = {}  # a tensor under two names is one to the trace
-    statics = tuple(
-        (path, first.setdefault(id(t), path), tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for path, t in captured.items()
-    )
-    base = (backend, seen.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype())
+    base = (backend, *_what_a_trace_sees(seen, sig, num_outputs, device, captured))
     exact = (*base, tuple(metas))
     with lock:
         known = PROGRAMS.exact.get(exact)
@@ -105,6 +105,29 @@ def program_for(
         PROGRAMS.exact[exact] = (program, shapes)
         PROGRAMS.trim()
         return program, shapes
+
+
+def _what_a_trace_sees(
+    seen: CapturedValues, sig: Signature, num_outputs: int | None, device: torch.device, captured: dict[str, Tensor]
+) -> tuple:
+    first: dict[int, str] = {}  # a tensor under two names is one to the trace
+    statics = tuple(
+        (path, first.setdefault(id(t), path), tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for path, t in captured.items()
+    )
+    return seen.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype()
+
+
+def cut_for(
+    take_apart: Callable[..., Cut], core: Callable, seen: CapturedValues, sig: Signature, metas: Sequence[Meta], device: torch.device,
+    captured: dict[str, Tensor], num_outputs: int | None,
+) -> Cut:  # fmt: skip
+    """Return the pieces of a core that mixes neurons, for a call as of `program_for`."""
+    key = (*_what_a_trace_sees(seen, sig, num_outputs, device, captured), tuple(metas))
+    with lock:
+        if key not in PROGRAMS.cuts:
+            PROGRAMS.cuts[key] = take_apart(core, sig, metas, device, captured, num_outputs)
+            PROGRAMS.trim()
+        return PROGRAMS.cuts[key]
 
 
 def _pattern(meta: Meta | None) -> tuple | None:

@@ -16,7 +16,6 @@ from .._operator.autograd import run_call
 from .._operator.call import Call
 from .._operator.dispatch import apart_from_mixing, read_by, run_parts
 from .._operator.fallback import unsaid
-from .._operator.mixing.mixing_calls import Rest
 from .._operator.prepare import prepare
 from .._over_time.steps import Step
 from .._over_time.walks import walking
@@ -50,7 +49,7 @@ from .hoisted import hoisted_ops, op_of
 from .measure import Others, beside_copies
 from .model import Choice, Operand, Pass, Problem, SourceLine
 from .reports import NetworkReport, Report
-from .subject import Subject, machine_facts, of_rest, on_parts, source_of, subject_of
+from .subject import Subject, machine_facts, of_segment, on_parts, source_of, subject_of
 from .vectors import vector_facts
 
 
@@ -140,7 +139,7 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
         if call is not None:
             _describe_graphs(report, subject, call)
             report.passes = {name: _pass(name, launch, call) for name, launch in launches.items()}
-        if call is not None and measure and launches and call.T and report.neurons and not isinstance(subject.seen.wrap, Rest):
+        if call is not None and measure and launches and call.T and report.neurons and not subject.around:
             _measure(report, subject, call)
     return report
 
@@ -157,9 +156,11 @@ def _call_of(subject: Subject) -> tuple[Subject, Call]:
             )  # fmt: skip
             return parts[1]
         except (CannotFuseError, ShapeMismatchError) as why:
+            if s.bare and not s.sig.num_states:  # a network without neurons
+                raise
             try:
-                rest = of_rest(s, apart_from_mixing(why, (), s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.num_outputs))
-                return rest, _call(rest, build=False)
+                part = of_segment(s, apart_from_mixing(why, (), s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.num_outputs))
+                return part, _call(part, build=False)
             except CannotFuseError:
                 raise why from None
 
@@ -248,8 +249,8 @@ def _choice(subject: Subject, problem: Problem | None) -> Choice:
     )
     if isinstance(subject.seen.wrap, InnerLayout):
         why += "; values along an inner dim are states, inputs and outputs of their own, and added from the first to the last"
-    if isinstance(subject.seen.wrap, Rest):
-        why += f"; it runs the rest, in turns with the calls that mix neurons: {subject.seen.wrap}"
+    if subject.around:
+        why += f"; it runs what is shown here. The core in pieces: {subject.around}"
     return Choice(name, why, True, others)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
 from .._captured.captured_values import CapturedValues, look
-from .._operator.mixing.mixing_calls import Rest
+from .._operator.mixing.cut import Cut
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN
@@ -31,6 +31,7 @@ class Subject:
         states: initial states, None for default ones.
         backend: as the user named it.
         bare: an `nn.Module` that is no `FlexSN` and holds none, taken for a core.
+        around: the pieces of a core that mixes neurons, of which this is one.
     """
 
     core: Callable[..., Any]
@@ -42,6 +43,7 @@ class Subject:
     backend: str
     num_outputs: int | None = None
     bare: bool = False
+    around: str = ""
 
     @property
     def captured(self) -> dict[str, Tensor]:
@@ -88,15 +90,19 @@ def on_parts(subject: Subject, look: CapturedValues) -> Subject:
     return dataclasses.replace(subject, sig=layout.signature, seen=look, inputs=leaves, states=states, num_outputs=layout.num_outputs)
 
 
-def of_rest(subject: Subject, look: CapturedValues) -> Subject:
-    """The same of what is left of the core without its calls that mix neurons, whose results are zeros."""
-    rest: Rest = look.wrap
-    T, first = subject.inputs[0].shape[0], subject.inputs[0]
-    mixed = [_leaf(first.new_zeros((T, *m.result.shape), dtype=m.result.dtype), True) for m in rest.mixing]
-    pairs = zip(subject.states, rest.metas[rest.sig.num_inputs :], strict=True)
+def of_segment(subject: Subject, look: CapturedValues) -> Subject:
+    """The same of the segment that a core that mixes neurons spends its time in; what other pieces give are zeros."""
+    cut: Cut = look.wrap
+    T, first, segment = subject.inputs[0].shape[0], subject.inputs[0], cut.main
+    inputs = tuple([
+        subject.inputs[k] if kind == "x" else _leaf(first.new_zeros((T, *meta.shape), dtype=meta.dtype), True)
+        for kind, k, i in segment.takes for meta in [segment.meta_of((kind, k, i))]
+    ])  # fmt: skip
+    pairs = [(subject.states[k], segment.meta_of(("v", k, 0))) for k in segment.states]
     states = tuple([first.new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs])
-    inputs = (*[subject.inputs[k] for k in rest.inputs], *mixed)
-    return dataclasses.replace(subject, sig=rest.signature, seen=look, inputs=inputs, states=states)
+    seen = look.wrapped(segment)
+    changed: dict[str, Any] = {"inputs": inputs, "states": states, "num_outputs": len(segment.gives), "around": str(cut)}
+    return dataclasses.replace(subject, sig=segment.signature, seen=seen, **changed)
 
 
 def _of_module(module: FlexSN, example: Sequence[Any], states: Any, params: Sequence[Tensor], backend: str | None) -> Subject:

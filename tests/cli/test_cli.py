@@ -36,8 +36,8 @@ def here(tmp_path, monkeypatch):
 
 CORES = """
 import torch, flexsn
-def mixes(x, v):
-    v = v + x.mean()
+def draws(x, v):
+    v = v + torch.rand_like(x)
     return v, v
 def two(x, y, v):
     v = v + x * y
@@ -71,10 +71,10 @@ def test_explain_json_and_page(run, tmp_path):
 
 def test_explain_tells_what_cannot_be_fused(run, here):
     (here / "bad_cores.py").write_text(CORES)
-    code, out, _ = run("explain", "bad_cores:mixes", "--shape", "5,8")
-    assert code == 1 and "NotElementwiseError" in out and "v = v + x.mean()" in out and "instead" in out
-    code, out, _ = run("explain", "bad_cores:mixes", "--shape", "5,8", "--json")
-    assert code == 1 and json.loads(out)["problem"]["op"] == "mean"
+    code, out, _ = run("explain", "bad_cores:draws", "--shape", "5,8")
+    assert code == 1 and "RandomOpError" in out and "v = v + torch.rand_like(x)" in out and "instead" in out
+    code, out, _ = run("explain", "bad_cores:draws", "--shape", "5,8", "--json")
+    assert code == 1 and json.loads(out)["problem"]["op"] == "rand_like"
 
 
 def test_explain_counts_inputs(run, here):
@@ -93,7 +93,7 @@ def test_explain_counts_inputs(run, here):
         (("nowhere.py:core",), "there is no file `nowhere.py`"),
         (("lif",), "does not say where the core is"),
         ((f"{ROOT}/examples/lif.py:lief",), "It has `lif`."),
-        (("some_cores:nothing_like_it_at_all",), "It has `mixes`, `two`, `Neuron`, `Needs`."),
+        (("some_cores:nothing_like_it_at_all",), "It has `draws`, `two`, `Neuron`, `Needs`."),
         (("some_cores:number",), "is int, not a core"),
         (("some_cores:Needs",), "cannot be made without arguments"),
         (("broken:core",), "ZeroDivisionError"),

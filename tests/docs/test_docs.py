@@ -247,7 +247,7 @@ def test_explain_page(tmp_path, monkeypatch):
     names: dict = {}
     exec(compile("\n".join(blocks), str(page), "exec"), names)
     assert names["page"].startswith("<!DOCTYPE html>") and names["drawing"].startswith("<svg")
-    assert names["problem"].op == "mean" and "outside the core" in names["problem"].hint
+    assert names["problem"].op == "randn_like" and "Draw the noise outside" in names["problem"].hint
     assert names["data"]["passes"]["backward"]["measured_s"] > 0
 
 

@@ -115,13 +115,13 @@ def executed(backend):
 
 
 @misuse(
-    "`exec`ed code without source that mixes neurons",
-    falls_back(errors.NotElementwiseError, "`mean` is not elementwise", "<string>:2"),
+    "`exec`ed code without source that reads a value",
+    falls_back(errors.ScalarReadError, "`item` reads the value", "<string>:2"),
     triton=True,
 )
-def executed_mean(backend):
+def executed_read(backend):
     names = {}
-    exec("def core(x, v):\n    return x - x.mean(), v", names)
+    exec("def core(x, v):\n    return x - x.mean().item(), v", names)
     return both(backend, names["core"], states=[V])
 
 

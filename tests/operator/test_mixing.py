@@ -324,15 +324,6 @@ def test_the_backward_decides_nothing_anew():
 
 
 # --- where it does not serve -----------------------------------------------------------------------------------------------------
-def test_what_is_mixed_must_be_an_input_or_a_state():
-    core = lambda x, v, w: (x, torch.tanh(x + (2 * v) @ w))
-    given = [torch.randn(4, 2, H)], [torch.zeros(2, H)], [torch.randn(H, H)]
-    with pytest.raises(NotElementwiseError, match=r"\(2 \* v\) @ w"):
-        flexsn.scan(core, *given, strict=True)
-    with pytest.warns(FallbackWarning, match="runs the eager loop"):
-        flexsn.scan(core, *given)
-
-
 def test_the_operator_of_graphs_takes_no_such_core():
     core, *given = operands("delayed")
     with pytest.raises(NotElementwiseError, match="past @ w"):

@@ -191,7 +191,7 @@ class Own(nn.Module):
 
 FALLING_BACK = {
     "attribute": "Own.before", "number": "Own.count", "append": "Own.rows", "rolling": "Own.last", "dictionary": "Own.table", "buffer": "Own.mean",
-    "in_place": "add_", "in_place_of_steps": "inplace", "values": "data-dependent", "states": "states of a neuron", "twice": "called twice",
+    "in_place": "add_", "in_place_of_steps": "inplace", "values": "reads values", "states": "states of a neuron", "twice": "called twice",
 }  # fmt: skip
 
 
@@ -299,14 +299,15 @@ def test_a_step_kept_after_its_call_says_what_it_is():
             kept.append(x)
             return x * 2
 
-    flexsn.over_time(Keeping())(torch.randn(3, 2))
+    with pytest.raises(flexsn.errors.StaleStateError, match="keeps a tensor"):
+        flexsn.over_time(Keeping())(torch.randn(3, 2))
     with pytest.raises(flexsn.errors.StaleStateError, match="after its call"):
         kept[0] + 1
 
 
 def test_an_error_of_the_step_is_the_users():
     over_time = flexsn.over_time(nn.Sequential(nn.Linear(4, 8), flexsn.LIF(), nn.Linear(7, 2)))
-    with pytest.warns(flexsn.errors.FallbackWarning), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         over_time(torch.randn(3, 2, 4))
 
 
@@ -355,3 +356,99 @@ def test_a_compiled_model_breaks_its_graph_there():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="one step"):
         torch.compile(network, fullgraph=True)(x)
+
+
+def step_by_step(network, x, match):
+    """Both ways of a network that runs step by step for a reason that must match."""
+    other = copy.deepcopy(network)
+    over_time = flexsn.over_time(network)
+    with pytest.warns(flexsn.errors.FallbackWarning, match=match):
+        found = over_time(x)
+    with pytest.raises(flexsn.errors.StepByStepError, match=match):
+        flexsn.over_time(copy.deepcopy(other), strict=True)(x)
+    torch.testing.assert_close(found, plain_loop(other, x))
+    torch.testing.assert_close(list(network.buffers()), list(other.buffers()))
+
+
+def test_a_batch_norm_that_is_called_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(5)
+
+        def forward(self, x):
+            return self.norm(self.norm(x) * 2 + 1)
+
+    step_by_step(Twice(), torch.randn(4, 3, 5), "batch norm is called twice")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_neuron_that_a_step_resets(first):
+    class Resetting(nn.Module):
+        def __init__(self, before):
+            super().__init__()
+            self.neuron, self.before = flexsn.LIF(), before
+
+        def forward(self, x):
+            if self.before:
+                self.neuron.reset()
+            y = self.neuron(x)
+            if not self.before:
+                self.neuron.reset()
+            return y
+
+    step_by_step(Resetting(first), torch.full((5, 1, 1), 1.5), "resets a neuron")
+
+
+def test_what_a_step_keeps_elsewhere_is_noticed():
+    kept = []
+
+    class Elsewhere(nn.Module):
+        def forward(self, x):
+            kept.append(x * 2)
+            return sum(kept)
+
+    with pytest.raises(flexsn.errors.StaleStateError, match="keeps a tensor outside"):
+        flexsn.over_time(Elsewhere())(torch.randn(3, 2))
+
+
+def test_dropout_of_weights_draws_for_every_step():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5, 4))
+
+        def forward(self, x):
+            return F.linear(x, F.dropout(self.weight, 0.5, self.training))
+
+    over_time = flexsn.over_time(Dropping())
+    with pytest.warns(flexsn.errors.FallbackWarning, match="`dropout` draws"):
+        y = over_time(torch.ones(20, 1, 4))
+    assert len({tuple(row.flatten().tolist()) for row in y}) > 5
+    flexsn.over_time(over_time.network.eval(), strict=True)(torch.ones(20, 1, 4))
+
+
+def test_columns_are_written_at_every_step():
+    class Writing(nn.Module):
+        def forward(self, x):
+            z = x * 1.0
+            z[:, 0] = 0.0
+            return z
+
+    x = torch.randn(4, 3, 5)
+    y = flexsn.over_time(Writing(), strict=True)(x)
+    assert not y[..., 0].any() and torch.equal(y[..., 1:], x[..., 1:])
+
+
+def test_returns_that_are_no_tensors():
+    class Numbers(nn.Module):
+        def forward(self, x):
+            return x, float(x.sum())
+
+    with pytest.warns(flexsn.errors.FallbackWarning), pytest.raises(flexsn.errors.ArgumentError, match="returned a float"):
+        flexsn.over_time(Numbers())(torch.randn(3, 2))
+
+
+def test_one_over_time_in_another():
+    inner = flexsn.over_time(nn.Linear(2, 2))
+    step_by_step(nn.Sequential(inner, nn.ReLU()), torch.randn(4, 3, 2), "another `over_time`")

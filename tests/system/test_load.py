@@ -21,6 +21,7 @@ from torch import nn
 import flexsn
 from flexsn import lowlevel
 from flexsn._operator import fallback
+from flexsn._operator.mixing import cut
 from flexsn._program import cache as caching
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._runtime import triton_kernel as launch_triton
@@ -119,11 +120,19 @@ def scaled(w, x, v):
     return v * v, v
 
 
+class Mixing(Learned):
+    """It runs in pieces."""
+
+    def forward(self, x, v):
+        v = scaled(self.w, x, v)[1]
+        return v - v.softmax(-1) * self.w, v - v.mean(-1, keepdim=True)
+
+
 def partial():
     return functools.partial(scaled, nn.Parameter(torch.tensor(0.5)))
 
 
-CORES = [Callable, executed, Learned, Viewed, Plain, partial]
+CORES = [Callable, executed, Learned, Viewed, Mixing, Plain, partial]
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["scan", "FlexSN"])
@@ -179,20 +188,26 @@ def test_the_first_call_of_a_core_that_views_a_tensor_trains_nothing(view, made_
         assert torch.equal(run("auto"), run("torch"))
 
 
-def test_a_refused_core_dies_and_its_error_is_the_same_again():
+@pytest.mark.parametrize(
+    ("dtype", "calls"), [(torch.bfloat16, 1), (torch.float32, cut._MOST + 1)], ids=["in half precision", "of too many calls that mix"]
+)
+def test_a_refused_core_dies_and_its_error_is_the_same_again(dtype, calls):
     def attempt(w):
         def core(x, v):
-            return x - (2 * v).mean() * w, v
+            h = 2 * v
+            for _ in range(calls):
+                h = h - h.mean() * w
+            return x - h, v
 
         found = []
         for _ in range(2):
             with pytest.raises(flexsn.errors.NotElementwiseError) as caught:
-                flexsn.scan(core, [torch.randn(2, 3)], [None], strict=True)
+                flexsn.scan(core, [torch.randn(2, 3, dtype=dtype)], [None], strict=True)
             found.append(caught.value)
         assert found[0] is not found[1] and str(found[0]) == str(found[1]) and vars(found[0]) == vars(found[1])
         return weakref.ref(core), weakref.ref(w)
 
-    dead = attempt(torch.ones(3))
+    dead = attempt(torch.ones(3, dtype=dtype))
     gc.collect()
     assert [ref() for ref in dead] == [None, None]
 

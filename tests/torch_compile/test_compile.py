@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -955,9 +956,17 @@ def test_the_eager_loop_by_name():
 
 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_training_two_layers_that_no_kernel_expresses(backend, dynamic):
-    """As PyTorch's scan where that is right, by the eager loop between compiled parts where it is not."""
+@pytest.mark.parametrize(
+    ("backend", "dtype", "said"),
+    [
+        ("aot_eager", torch.float32, "PyTorch's own scan"),
+        ("inductor", torch.float32, None),
+        ("inductor", torch.bfloat16, "the eager loop"),
+    ],
+    ids=["aot_eager", "inductor", "inductor, half"],
+)
+def test_training_two_layers_that_no_kernel_expresses(backend, dtype, said, dynamic):
+    """As PyTorch's scan where that is right; where it is not, between compiled parts: in pieces, or by the eager loop."""
 
     class Mixing(nn.Module):
         def __init__(self):
@@ -969,9 +978,10 @@ def test_training_two_layers_that_no_kernel_expresses(backend, dynamic):
             s = flexsn.surrogate.atan(h - 0.5)
             return s, h * (1.0 - s)
 
-    net, x = nn.Sequential(FlexSN(Mixing(), 1, 1), FlexSN(Mixing(), 1, 1)), torch.randn(6, 3, 4)
-    said = "the eager loop" if backend == "inductor" else "PyTorch's own scan"
-    with pytest.warns(FallbackWarning, match=said):
+    net, x = nn.Sequential(FlexSN(Mixing(), 1, 1), FlexSN(Mixing(), 1, 1)).to(dtype), torch.randn(6, 3, 4, dtype=dtype)
+    with warnings.catch_warnings() if said is None else pytest.warns(FallbackWarning, match=said):
+        if said is None:
+            warnings.simplefilter("error", FallbackWarning)
         values, grads = run(torch.compile(net, backend=backend, dynamic=dynamic), x)
     for layer in net:
         layer.backend = "torch"

@@ -417,18 +417,33 @@ def test_specs_of_the_wrong_number():
 
 
 # --- a core that no kernel expresses --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("call", [flex_sn_scan, compiled], ids=["eager", "compiled"])
-def test_a_core_that_mixes_neurons(call):
-    x, v, _ = operands(grad=False)
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [(flex_sn_scan, torch.bfloat16), (compiled, f64), (compiled, torch.bfloat16)],
+    ids=["eager, half", "compiled", "compiled, half"],
+)
+def test_a_core_that_mixes_neurons(call, dtype):
+    x, v, _ = operands(dtype=dtype, grad=False)
     with pytest.warns(FallbackWarning, match="mean"):
         assert_as_the_loop(call, (1, 1, 1), mixing, [x, v])
 
 
-def test_a_core_that_mixes_neurons_in_a_trace():
+def test_a_core_that_mixes_neurons_runs_in_pieces():
     x, v, _ = operands(grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        assert_as_the_loop(flex_sn_scan, (1, 1, 1), mixing, [x, v])
+
+
+@pytest.mark.parametrize("dtype", [f64, torch.bfloat16])
+def test_a_core_that_mixes_neurons_in_a_trace(dtype):
+    """What runs the trace cuts the core into pieces where that can be."""
+    x, v, _ = operands(dtype=dtype, grad=False)
     with pytest.warns(FallbackWarning, match="PyTorch's own scan"):
         traced = make_fx(lambda x, v: flex_sn_scan(mixing, 1, 1, 1, x, v), tracing_mode="fake")(x, v)
-    with pytest.warns(FallbackWarning, match="the eager loop"):
+    with warnings.catch_warnings() if dtype is f64 else pytest.warns(FallbackWarning, match="the eager loop"):
+        if dtype is f64:
+            warnings.simplefilter("error", FallbackWarning)
         assert_same(traced(x, v), eager_scan(mixing, 1, 1, 1, x, v))
 
 

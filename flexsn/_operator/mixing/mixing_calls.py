@@ -1,7 +1,8 @@
-"""Which of a core's calls of PyTorch mix neurons, and the core with their results given.
+"""A core's calls of PyTorch that mix neurons, and the parts of the core between them.
 
-A call that mixes neurons (`s @ w`, `linear(y)`, `conv(y)`) is known by its number: it is the n-th call of PyTorch that the core makes. Its
-result becomes an input of the step, and what is left of the core is elementwise: it goes the way of any core.
+A call that mixes neurons (`s @ w`, `linear(h)`, `conv(y)`, `gates.chunk(4, -1)`) is known by its number: it is the n-th call of PyTorch
+that the core makes. A segment is the core with the results of such calls given, and what they are called with returned: what is
+elementwise goes the way of any core.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._capture.inner import MIXES
 from ..._capture.signature import Signature
-from ..._capture.trace import Meta, recording, trace
-from ...errors import FlexSNError, NotElementwiseError
+from ..._capture.trace import Meta
+from ...errors import NotElementwiseError
 from .cpp_products import outer
 
-_MOST = 16  # calls that mix neurons
+# What a step takes and computes: `("x", k, 0)` an input, `("v", k, 0)` a state before the step and `("n", k, 0)` after it, `("y", k, 0)` an
+# output, `("m", j, i)` result i of mixing call j, `("a", j, i)` its operand i if that is computed.
+Place = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -29,69 +31,88 @@ class Mixing:
 
     Attributes:
         number: of the call, among all that the core makes.
-        operand: which of inputs and states it takes.
-        place: which of the tensors among its arguments that is.
-        result: what it returns for one step.
+        name: of the function.
+        moving: which of the tensors among its arguments depend on time.
+        operands: where these come from.
+        results: what it returns for one step.
+        returned: what makes of the results what it returns.
         line: the user's source line.
     """
 
     number: int
-    operand: int
-    place: int
-    result: Meta
+    name: str
+    moving: tuple[int, ...]
+    operands: tuple[Place, ...]
+    results: tuple[Meta, ...]
+    returned: Callable[[Sequence[Tensor]], Any]
     line: str
 
 
 @dataclass(frozen=True)
-class Rest:
-    """What is left of a core without its calls that mix neurons; called with the core, it gives the core of that.
+class Segment:
+    """An elementwise part of a core; called with the core, it gives the core of that part.
 
     Attributes:
         sig: of the whole core.
         metas: of its inputs and states.
-        mixing: these calls, in order.
-        inputs: which inputs the rest takes; before the results of the calls, and the states.
+        mixing: all its mixing calls.
+        takes: the inputs of the part. What is not among them and the states are zeros, on which nothing that it gives depends.
+        states: which states it advances.
+        gives: its outputs.
     """
 
     sig: Signature
     metas: tuple[Meta, ...]
     mixing: tuple[Mixing, ...]
-    inputs: tuple[int, ...]
-
-    def __str__(self) -> str:
-        told = []
-        for j, call in enumerate(self.mixing):
-            when = "at every step" if j in self.carried else "once, on the whole sequence"
-            told.append(f"`mixed_{j}`, of `{self.sig.names[call.operand]}`, {when} ({call.line})")
-        return "; ".join(told)
+    takes: tuple[Place, ...]
+    states: tuple[int, ...]
+    gives: tuple[Place, ...]
 
     @property
     def signature(self) -> Signature:
-        """The signature of the rest."""
-        sig = self.sig
-        names = (*[sig.names[k] for k in self.inputs], *[f"mixed_{j}" for j in range(len(self.mixing))], *sig.state_names, *sig.param_names)
-        return Signature(sig.core, len(self.inputs) + len(self.mixing), sig.num_states, sig.num_params, names)
+        names = (*[self.name_of(p) for p in self.takes], *[self.sig.state_names[k] for k in self.states], *self.sig.param_names)
+        return Signature(self.sig.core, len(self.takes), len(self.states), self.sig.num_params, names)
 
-    @property
-    def carried(self) -> list[int]:
-        """Which of the calls take a state."""
-        return [j for j, m in enumerate(self.mixing) if m.operand >= self.sig.num_inputs]
+    def name_of(self, place: Place) -> str:
+        kind, k, i = place
+        if kind == "x":
+            return self.sig.names[k]
+        if kind == "v":
+            return f"{self.sig.state_names[k]}_before"
+        return f"mixed_{k}_{i}" if len(self.mixing[k].results) > 1 else f"mixed_{k}"
 
-    def state_of(self, j: int) -> int:
-        """Which state call `j` takes."""
-        return self.mixing[j].operand - self.sig.num_inputs
+    def meta_of(self, place: Place) -> Meta:
+        """Return the meta of something that it takes."""
+        kind, k, i = place
+        return self.mixing[k].results[i] if kind == "m" else self.metas[k + (self.sig.num_inputs if kind == "v" else 0)]
 
     def __call__(self, core: Callable) -> Callable[..., Any]:
-        sig, count = self.sig, len(self.inputs)
+        sig, number_of = self.sig, {m.number: j for j, m in enumerate(self.mixing)}
+        own = (*self.takes, *[("v", k, 0) for k in self.states])
 
-        def rest(*operands: Tensor) -> Any:
-            inputs, mixed = dict(zip(self.inputs, operands, strict=False)), operands[count : count + len(self.mixing)]
-            results = dict(zip([m.number for m in self.mixing], mixed, strict=True))
-            dropped = [torch.zeros(m.shape, dtype=m.dtype, device=operands[0].device) for m in self.metas[: sig.num_inputs]]
-            with Answering(lambda number, func, args, kwargs: results[number] if number in results else func(*args, **kwargs)):
-                return core(*[inputs.get(k, x) for k, x in enumerate(dropped)], *operands[count + len(self.mixing) :])
+        def segment(*operands: Tensor) -> tuple[Tensor, ...]:
+            given, found, device = dict(zip(own, operands, strict=False)), dict[Place, Tensor](), operands[0].device
 
-        return rest
+            def of(place: Place) -> Tensor:
+                meta = self.meta_of(place)
+                return given[place] if place in given else torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+
+            def answer(number: int, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+                if (j := number_of.get(number)) is None:
+                    return func(*args, **kwargs)
+                tensors, call = list(tensors_in((args, kwargs))), self.mixing[j]
+                found.update({("a", j, i): tensors[k] for i, k in enumerate(call.moving)})
+                return call.returned([of(("m", j, i)) for i in range(len(call.results))])
+
+            operands_of = [of(("x", k, 0)) for k in range(sig.num_inputs)] + [of(("v", k, 0)) for k in range(sig.num_states)]
+            with Answering(answer):
+                returned = core(*operands_of, *operands[len(own) :])
+            values = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+            outs = len(values) - sig.num_states
+            found |= {("y", k, 0): y for k, y in enumerate(values[:outs])} | {("n", k, 0): v for k, v in enumerate(values[outs:])}
+            return *[found[p] for p in self.gives], *[found["n", k, 0] for k in self.states]
+
+        return segment
 
 
 class Answering(TorchFunctionMode):
@@ -115,73 +136,21 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def take_apart(
-    core: Callable, sig: Signature, metas: Sequence[Meta], device: torch.device, captured: dict[str, Tensor], num_outputs: int | None
-) -> Rest:
-    """Return what is left of a core without its calls that mix neurons.
-
-    Args:
-        core: on stand-ins of what it captures.
-        metas: of inputs, states and params.
-        captured: these stand-ins.
-
-    Raises:
-        NotElementwiseError: such a call takes anything but one input or state as it is, or none takes a state.
-        FlexSNError: what else no kernel can do of the core.
-    """
-    ins, mixing, results = sig.num_inputs + sig.num_states, list[Mixing](), set[fx.Node]()
-
-    def looking(*operands: Tensor) -> Any:
-        recorder = recording()
-        place_of = {recorder.node_of(t): k for k, t in enumerate(operands[:ins])}
-
-        def answer(number: int, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-            before = recorder.error
-            result = func(*args, **kwargs)
-            why, recorder.error = recorder.error, before
-            if why is before:
-                return result
-            nodes = [recorder.node_of(t) for t in tensors_in((args, kwargs))]
-            moving = [k for k, n in enumerate(nodes) if n.meta["kind"] == "step"]
-            direct = len(moving) == 1 and nodes[moving[0]] in place_of and isinstance(result, Tensor)
-            if not direct or not isinstance(why, NotElementwiseError) or MIXES not in why.reason or len(mixing) == _MOST:
-                recorder.error = before or why
-                return result
-            results.add(recorder.node_of(result))
-            mixing.append(Mixing(number, place_of[nodes[moving[0]]], moving[0], Meta(tuple(result.shape), result.dtype), why.line or ""))
-            return result
-
-        with Answering(answer):
-            return core(*operands)
-
-    recorded = trace(looking, sig, metas, device, captured, vjp=False, num_outputs=num_outputs)
-    if not any(m.operand >= sig.num_inputs for m in mixing):
-        raise NotElementwiseError("mixes no states", core=sig.core)
-    reached, todo = set[fx.Node](), list(recorded.returns)
-    while todo:
-        node = todo.pop()
-        if node not in reached:
-            reached.add(node)
-            todo += [] if node in results else node.all_input_nodes
-    inputs = tuple([k for k in range(sig.num_inputs) if recorded.operands[k] in reached])
-    return Rest(sig, tuple(metas[:ins]), tuple(mixing), inputs)
-
-
 class MixingFunction:
-    """A mixing call as a function of the operand that depends on time.
+    """A mixing call as a function of the operands that depend on time.
 
     Attributes:
         fixed: the other tensors among its arguments, of which autograd knows how the core made them.
     """
 
-    def __init__(self, func: Callable, place: int, args: Any, kwargs: dict[str, Any]):
-        self.func, self.place, self.args, self.kwargs = func, place, args, kwargs
-        self.fixed = list(tensors_in((args, kwargs)))
-        del self.fixed[place]
+    def __init__(self, func: Callable, moving: Sequence[int], args: Any, kwargs: dict[str, Any]):
+        self.func, self.moving, self.args, self.kwargs = func, moving, args, kwargs
+        self.fixed = [t for k, t in enumerate(tensors_in((args, kwargs))) if k not in moving]
 
-    def __call__(self, operand: Tensor, *fixed: Tensor) -> Tensor:
-        """Return its result for one step."""
-        given = iter([*fixed[: self.place], operand, *fixed[self.place :]])
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return its results for one step; `tensors`: its operands, then the fixed ones."""
+        operands, fixed = iter(tensors[: len(self.moving)]), iter(tensors[len(self.moving) :])
+        given = iter([next(operands) if k in self.moving else next(fixed) for k in range(len(tensors))])
 
         def put(tree: Any) -> Any:
             if isinstance(tree, Tensor):
@@ -190,54 +159,46 @@ class MixingFunction:
                 return {key: put(value) for key, value in tree.items()}
             return type(tree)(map(put, tree)) if isinstance(tree, (tuple, list)) else tree
 
-        return self.func(*put(self.args), **put(self.kwargs))
+        return tuple(tensors_in(self.func(*put(self.args), **put(self.kwargs))))
 
-    def over_time(self, operands: Tensor, fixed: Sequence[Tensor]) -> Tensor:
+    def over_time(self, operands: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return its results for all steps, `[T, ...]`."""
-        return torch.vmap(self, in_dims=(0, *[None] * len(fixed)))(operands, *fixed)
+        return torch.vmap(self, in_dims=(*[0] * len(operands), *[None] * len(fixed)))(*operands, *fixed)
 
     @property
     def weights(self) -> Tensor | None:
         """`w` where it computes `operand @ w`, up to a bias that comes after `w` in `fixed`; None where it does something else."""
-        if self.place or not self.fixed or self.fixed[0].dim() != 2 or len(self.fixed) > 2:
+        if tuple(self.moving) != (0,) or not self.fixed or self.fixed[0].dim() != 2 or len(self.fixed) > 2:
             return None
         if self.func is torch.nn.functional.linear:
             return self.fixed[0].T
         return self.fixed[0] if self.func in _PRODUCTS else None
 
-    def pulled(self, operand: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of its operand at one step."""
+    def pulled(self, operands: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        """Return the gradients of its operands at one step, then those of `fixed` that are needed; of products without the latter."""
         if (weights := self.weights) is not None:
-            return grad @ weights.T
+            return [grads[0] @ weights.T]
         with torch.enable_grad():
-            operand = operand.detach().requires_grad_()
-            result = self(operand, *[t.detach() for t in self.fixed])
-            (found,) = torch.autograd.grad(result, operand, grad, allow_unused=True) if result.requires_grad else (None,)
-        return torch.zeros_like(operand) if found is None else found
+            operands = [t.detach().requires_grad_(t.is_floating_point()) for t in operands]
+            fixed = [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs, strict=True)]
+            used = [(y, g) for y, g in zip(self(*operands, *fixed), grads, strict=True) if y.requires_grad]
+        asked = [t for t in (*operands, *fixed) if t.requires_grad]
+        found = iter(torch.autograd.grad([y for y, _ in used], asked, [g for _, g in used], allow_unused=True) if used else ())
+        return [next(found, None) if t.requires_grad else None for t in (*operands, *fixed)]
 
-    def gradients(self, first: Tensor, later: Tensor, grads: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Return the gradients of `fixed`, of all steps.
+    def of_weights(self, first: Tensor, later: Tensor, grads: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients of `fixed`, of all steps of a product.
 
         Args:
-            first: the operand at the first step.
-            later: the operand at every step but that, `[T - 1, ...]`.
+            first, later: the operand at the first step, and at every step but that, `[T - 1, ...]`.
             grads: of its results, `[T, ...]`.
             needs: of which of `fixed`.
         """
-        if not any(needs):
-            return [None] * len(needs)
-        if self.weights is not None:
-            by = grads.reshape(-1, grads.shape[-1])
-            of_weights = _of_weights(first.reshape(-1, first.shape[-1]), later.reshape(-1, first.shape[-1]), by) if needs[0] else None
-            if of_weights is not None and self.func is torch.nn.functional.linear:
-                of_weights = of_weights.T
-            return [of_weights, *[by.sum(0) if need else None for need in needs[1:]]]
-        operands = torch.cat([first.unsqueeze(0), later])
-        with torch.enable_grad():
-            fixed = [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs, strict=True)]
-            asked = [t for t, need in zip(fixed, needs, strict=True) if need]
-            found = iter(torch.autograd.grad(self.over_time(operands, fixed), asked, grads, allow_unused=True))
-        return [next(found) if need else None for need in needs]
+        by, found = grads.reshape(-1, grads.shape[-1]), None
+        if needs[0]:
+            found = _of_weights(first.reshape(-1, first.shape[-1]), later.reshape(-1, first.shape[-1]), by)
+            found = found.T if self.func is torch.nn.functional.linear else found
+        return [found, *[by.sum(0) if need else None for need in needs[1:]]]
 
 
 def _of_weights(first: Tensor, later: Tensor, grads: Tensor) -> Tensor:
@@ -249,22 +210,37 @@ def _of_weights(first: Tensor, later: Tensor, grads: Tensor) -> Tensor:
 _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
 
-def mixing_functions(rest: Rest, core: Callable, operands: Sequence[Tensor]) -> list[MixingFunction]:
+def mixing_functions(
+    mixing: Sequence[Mixing], calls: int, core: Callable, name: str, operands: Sequence[Tensor]
+) -> list[MixingFunction]:  # fmt: skip
     """Run one step of a core; return its calls that mix neurons.
 
     Args:
+        calls: how many calls of PyTorch it made at its capture.
+        name: of the core.
         operands: of one step, and params.
+
+    Raises:
+        NotElementwiseError: it makes other calls now, as what is no capture tells it to.
     """
-    by_number, found = {m.number: m for m in rest.mixing}, list[MixingFunction]()
+    by_number, found = {m.number: m for m in mixing}, list[MixingFunction]()
+    other = NotElementwiseError("mixes neurons, and makes other calls of PyTorch than at its capture", core=name)
 
     def answer(number: int, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if number not in by_number:
+        if (call := by_number.get(number)) is None:
             return func(*args, **kwargs)
-        found.append(MixingFunction(func, by_number[number].place, args, kwargs))
-        return operands[0].new_zeros(by_number[number].result.shape, dtype=by_number[number].result.dtype)
+        if call.name != name_of(func):
+            raise other
+        found.append(MixingFunction(func, call.moving, args, kwargs))
+        return call.returned([operands[0].new_zeros(meta.shape, dtype=meta.dtype) for meta in call.results])
 
-    with Answering(answer):
+    with Answering(answer) as answering:
         core(*operands)
-    if len(found) != len(rest.mixing):
-        raise FlexSNError("makes other calls of PyTorch than at its capture", core=rest.sig.core)
+    if answering.count + 1 != calls:
+        raise other
     return found
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function of PyTorch."""
+    return getattr(func, "__name__", str(func))

@@ -1,241 +1,314 @@
-"""Calls of a core that mixes neurons: a loop over time in which its mixing calls and the kernel of the rest take turns.
+"""A recurrence that mixes neurons: a loop over time in which its mixing calls take turns with the kernels of its segments.
 
-A mixing call of an input (`x @ w_in`) runs once, on the whole sequence. Those of states (`s @ w`) lie in the recurrence: a first walk over
-time, without gradients, finds their results. Then the rest of the core runs as any core does, over whole sequences, and gives outputs,
-states and all gradients but those that flow through the mixing calls of states. `_Feedback` adds these: its backward walks back over time
-once, and gives the rest the cotangents that its states have by way of the mixing calls.
+A first walk over time, without gradients, finds what the mixing calls give. Then the segments run as any core does, over whole sequences,
+and give outputs, states and all gradients but those that flow through the mixing calls. `_Feedback` adds these: its backward walks back
+over time once, and gives the segments the cotangents that their states, and the operands of these calls, have by way of them.
 
 So the backward decides nothing anew: it reads the results of the mixing calls that the forward found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._capture.signature import core_name
 from ..._captured.captured_values import CapturedValues
-from ..._runtime import fork
 from ..._torch.tensors import has_storage
-from ..._torch.transforms import is_plain
-from ...errors import DoubleBackwardError
 from ..call import Call
 from ..prepare import prepare
 from . import cpu_loop
 from .cpu_loop import Back, Carried
-from .mixing_calls import MixingFunction, Rest, mixing_functions
+from .cut import Recurrence
+from .mixing_calls import MixingFunction, Place, Segment
 
-Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences, outputs
+Rows = dict[Place, Tensor]  # of one step, `[1, ...]`
 
 
 class Given(NamedTuple):
     """What a call is given."""
 
     core: Callable
-    look: CapturedValues  # at the rest, which is its `wrap`
+    look: CapturedValues  # at a cut, which is its `wrap`
     inputs: Sequence[Tensor]
     states: Sequence[Tensor | None]
     params: tuple[Tensor, ...]
     backend: str
     num_outputs: int | None
 
-
-def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Results:
-    """Run a core whose mixing calls take an input or a state each; `run` runs the rest.
-
-    Returns:
-        Final states, state sequences (if asked for), outputs.
-    """
-    rest: Rest = given.look.wrap
-    first = [x[0] if len(x) else x.new_zeros(x.shape[1:]) for x in given.inputs]
-    pairs = zip(given.states, rest.metas[len(given.inputs) :], strict=True)
-    states = [first[0].new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs]
-    mix = mixing_functions(rest, given.look.runnable(given.core), [*first, *states, *given.params])
-    inputs: list[Tensor | None] = [given.inputs[k] for k in rest.inputs]
-    for f, m in zip(mix, rest.mixing, strict=True):
-        inputs.append(f.over_time(given.inputs[m.operand], f.fixed) if m.operand < len(given.inputs) else None)
-    fixed = [t for j in rest.carried for t in mix[j].fixed]
-    tensors = (*given.inputs, *states, *given.params, *given.look.tensors().values(), *fixed)
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    loop = Loop(given, inputs, states, mix)
-    if loop.T:
-        outputs, finals, mixed = loop.forward(keeps=trains or sequences)
-        if not (trains or sequences):
-            return finals, [], outputs
-    else:
-        mixed = [first[0].new_empty((0, *m.shape), dtype=m.dtype) for m in loop.results]
-    for (place, _, _), result in zip(loop.carried, mixed, strict=True):
-        inputs[place] = result
-    finals, trail, outputs = run(
-        given.core, given.look, tuple(inputs), tuple(states), given.params, backend=given.backend, strict=True, sequences=True,
-        num_outputs=given.num_outputs,
-    )  # fmt: skip
-    if loop.T and any(t.requires_grad for t in (*outputs, *finals, *trail, *fixed)):
-        results = _Feedback.apply(loop, len(outputs), *outputs, *finals, *trail, *states, *fixed, *mixed)
-        outputs, finals, trail = _grouped(results, len(outputs), len(states))
-    return finals, trail if sequences else [], outputs
-
-
-def _grouped(tensors: Sequence[Any], outs: int, states: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return outputs, final states, states after every step."""
-    return list(tensors[:outs]), list(tensors[outs : outs + states]), list(tensors[outs + states : outs + 2 * states])
+    def look_at(self, segment: Segment) -> CapturedValues:
+        """Return a look at a segment."""
+        found = self.look.over_parts.get(segment)
+        if found is None:
+            found = self.look.over_parts[segment] = self.look.wrapped(segment)
+            found.signatures[len(segment.takes), len(segment.states), len(self.params)] = segment.signature
+        return found
 
 
 _MOST_STEPS = 64
 
 
-class Loop:
-    """The walks over time of one call.
+class OneStep:
+    """A segment, called for one step at a time.
 
-    Attributes:
-        inputs: sequences `[T, ...]` of the rest; None for the results of mixing calls of states.
-        states: at the start.
-        carried: mixing calls of states: their places in `inputs`, the states that they take, and they.
-        results: metas of their results.
+    Args:
+        own: what it takes that the walk computes: it has gradients of that, and of states.
+        captured: tensors as they are now: `functional_call` exchanges them before the backward.
     """
 
-    def __init__(self, given: Given, inputs: Sequence[Tensor | None], states: Sequence[Tensor], mix: Sequence[MixingFunction]):
-        rest: Rest = given.look.wrap
-        self.given, self.T = given, given.inputs[0].shape[0]
-        self.inputs, self.states = [None if x is None else x.detach() for x in inputs], [v.detach() for v in states]
-        self.carried: Carried = [(len(rest.inputs) + j, rest.state_of(j), mix[j]) for j in rest.carried]
-        self.results = [rest.mixing[j].result for j in rest.carried]
-        self.captured = given.look.tensors()  # as they are now: `functional_call` exchanges them before the backward
+    def __init__(self, given: Given, segment: Segment, own: set[Place], captured: Mapping[str, Tensor]):
+        self.given, self.segment, self.look, self.captured = given, segment, given.look_at(segment), captured
+        self.own = [p in own for p in segment.takes]
+        self.calls: dict[bool, tuple[Call, list[Tensor]]] = {}
+        self.how: dict[tuple[type, ...], Any] = {}  # by which cotangents there are
 
-    def step(self, *, trains: bool) -> tuple[Call, list[Tensor]]:
-        """Return the call of the rest for one step, and the params and captured tensors that it reads.
+    def call(self, rows: Rows, *, trains: bool) -> tuple[Call, list[Tensor]]:
+        """Return the call, and the params and captured tensors that it reads."""
+        if trains in self.calls:
+            return self.calls[trains]
+        given, segment = self.given, self.segment
+        takes, states = [rows[p] for p in segment.takes], [rows["v", k, 0].squeeze(0) for k in segment.states]
+        statics = [*given.params, *self.captured.values()]
+        kinds = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in statics]
+        key = ("step", trains, given.backend, *kinds, *[(t.shape, t.dtype, t.stride()) for t in (*takes, *states)])
+        call = self.look.over_parts.get(key)
+        if call is None:
+            takes, states = [t.detach() for t in takes], [t.detach().clone() for t in states]
+            for tensor in [*[t for t, own in zip(takes, self.own, strict=True) if own], *states] if trains else ():
+                tensor.requires_grad_(tensor.is_floating_point())
+            if len(self.look.over_parts) >= _MOST_STEPS:
+                self.look.over_parts.clear()
+            with torch.set_grad_enabled(trains):
+                call = self.look.over_parts[key] = prepare(
+                    given.core, self.look, segment.signature, takes, states, given.params, dict(self.captured), given.backend, trains,
+                    len(segment.gives),
+                )  # fmt: skip
+        self.calls[trains] = call, [*[p.detach() for p in given.params], *[self.captured[name].detach() for name in call.captured]]
+        return self.calls[trains]
+
+    def _operands(self, rows: Rows, statics: Sequence[Tensor]) -> list[Tensor]:
+        segment = self.segment
+        return [*[rows[p] for p in segment.takes], *[rows["v", k, 0].squeeze(0) for k in segment.states], *statics]
+
+    def forward(self, rows: Rows) -> dict[int, Tensor]:
+        """Put what the segment gives into `rows`; return its states after the step."""
+        call, statics = self.call(rows, trains=False)
+        results = call.forward(call.laid_out(self._operands(rows, statics)))
+        outs = len(self.segment.gives)
+        rows.update(zip(self.segment.gives, results[:outs], strict=True))
+        return dict(zip(self.segment.states, results[outs:], strict=True))
+
+    def backward(self, rows: Rows, grads: Sequence[Tensor | None], ends: Sequence[Tensor | None]) -> Mapping[Place, Tensor]:
+        """Return the gradients of what it takes of the walk's own, and of its states.
 
         Args:
-            trains: whether it has gradients of the results of mixing calls, and of states.
+            grads, ends: of what it gives, and of its states after the step.
         """
-        given, look = self.given, self.given.look
-        captured = self.captured
-        statics = [*given.params, *captured.values()]
-        kinds: list[Any] = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in statics]
-        kinds += [None if x is None else (x.shape[1:], x.dtype, x.stride()[1:]) for x in self.inputs]
-        kinds += [(v.shape, v.dtype, v.stride()) for v in self.states]
-        key = ("step", trains, given.backend, given.num_outputs, *kinds)
-        call = look.over_parts.get(key)
-        if call is None:
-            one = [None if x is None else x[:1] for x in self.inputs]
-            for (place, _, _), meta in zip(self.carried, self.results, strict=True):
-                one[place] = self.states[0].new_empty((1, *meta.shape), dtype=meta.dtype)
-            states = [v.clone() for v in self.states]
-            for tensor in [*[one[place] for place, _, _ in self.carried], *states] if trains else ():
-                tensor.requires_grad_(tensor.is_floating_point())  # type: ignore[union-attr]  # all are there
-            if len(look.over_parts) >= _MOST_STEPS:
-                look.over_parts.clear()
-            with torch.set_grad_enabled(trains):
-                call = look.over_parts[key] = prepare(
-                    given.core, look, look.wrap.signature, one, states, given.params, captured, given.backend, trains,  # type: ignore[arg-type]  # all are there
-                    given.num_outputs,
-                )  # fmt: skip
-        return call, [*[p.detach() for p in given.params], *[captured[name].detach() for name in call.captured]]
+        call, statics = self.call(rows, trains=True)
+        states = self.segment.states
+        kinds = (*map(type, grads), *map(type, ends), *[type(None)] * len(states))
+        if kinds not in self.how:
+            needs = (False, *self.own, *[True] * len(states), *[False] * len(statics))
+            self.how[kinds] = call.backward_for(needs, list(kinds))
+        found = call.backward(
+            self.how[kinds], call.laid_out(self._operands(rows, statics)), [*grads, *ends, *[None] * len(states)], call.order
+        )
+        places = (*self.segment.takes, *[("v", k, 0) for k in states])
+        dims = (*[True] * len(self.own), *[False] * len(states))
+        return {p: g if row else g.unsqueeze(0) for p, g, row in zip(places, found, dims, strict=False) if g is not None}
+
+
+class Loop:
+    """The walks over time of one recurrence.
+
+    Attributes:
+        known: sequences `[T, ...]` that the recurrence takes.
+        states: at the start, by number.
+        mix: mixing calls, by number.
+        inputs, carried, results: for a recurrence that is one kernel and calls of its states: the sequences that the kernel takes, None for
+            the results of the calls; of each call its place among them, its state and itself; metas of their results.
+    """
+
+    def __init__(
+        self, given: Given, piece: Recurrence, known: Mapping[Place, Tensor], states: Mapping[int, Tensor], mix: Sequence[MixingFunction]
+    ):
+        cut = given.look.wrap
+        self.given, self.piece, self.T, self.mixing, self.mix = given, piece, given.inputs[0].shape[0], cut.mixing, mix
+        self.known = {p: t.detach() for p, t in known.items()}
+        self.start = {k: v.detach() for k, v in states.items()}
+        self.results_of = {j: [("m", j, i) for i in range(len(cut.mixing[j].results))] for j in piece.calls}
+        own = {("v", k, 0) for k in states} | {p for places in self.results_of.values() for p in places}
+        captured = given.look.tensors()
+        self.steps = [[OneStep(given, segment, own, captured) for segment in stage.segments] for stage in piece.stages]
+        self.gives = [p for step in self.steps[-1] for p in step.segment.gives]
+        self.asked = [p for steps in self.steps[:-1] for step in steps for p in step.segment.gives]
+        self.mixed = [p for places in self.results_of.values() for p in places]
+        self.views = set[int]()  # calls whose results are views of their operand
+        self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
+        self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
+        self.outer = sorted({p for j in piece.calls for p in cut.mixing[j].operands if p in known and known[p].is_floating_point()})
+        self._simply()
+
+    def _simply(self) -> None:
+        rests, calls = self.steps[-1], self.piece.calls
+        kinds = [cut_call.operands for cut_call in map(self.mixing.__getitem__, calls)]
+        self.simple = len(rests) == 1 and not self.asked and all(len(of) == 1 and of[0][0] == "v" for of in kinds)
+        self.simple = self.simple and all(len(places) == 1 for places in self.results_of.values())
+        if self.simple:
+            segment = rests[0].segment
+            self.states = [self.start[k] for k in segment.states]
+            self.inputs = [self.known.get(p) for p in segment.takes]
+            used = [j for j in calls if ("m", j, 0) in segment.takes]
+            self.simple = used == list(calls)
+            at = {k: i for i, k in enumerate(segment.states)}
+            self.carried: Carried = [(segment.takes.index(("m", j, 0)), at[self.mixing[j].operands[0][1]], self.mix[j]) for j in used]
+            self.results = [self.mixing[j].results[0] for j in used]
+
+    def _first_rows(self) -> Rows:
+        """Return rows of one step: of what it takes those of the first step, of what it computes any."""
+        rows = {p: t[:1] for p, t in self.known.items()} | {("v", k, 0): v.unsqueeze(0) for k, v in self.start.items()}
+        some = next(iter(self.start.values()))
+        return rows | {
+            p: some.new_empty((1, *meta.shape), dtype=meta.dtype) for p in self.mixed for meta in [self.mixing[p[1]].results[p[2]]]
+        }
 
     @torch.no_grad()
-    def forward(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Walk over time; return outputs `[T, ...]`, final states, and, if it `keeps` them, the results of the mixing calls of states."""
-        call, statics = self.step(trains=False)
-        walk = cpu_loop.walk_of(call, call.launch, call.prologue, self, [*self.states, *statics])
-        if walk is not None and (found := walk.forward(self, keeps=keeps)) is not None:
-            return found
-        outs, states = call.bounds[0], self.states
+    def forward(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
+        """Walk over time; return what the recurrence gives `[T, ...]`, and the final states.
+
+        Args:
+            keeps: whether it returns, in place of what it gives, what its segments then take: the results of its mixing calls but for those
+                that are views, and states before every step.
+        """
+        if self.simple:
+            call, statics = self.steps[-1][0].call(self._first_rows(), trains=False)
+            walk = cpu_loop.walk_of(call, call.launch, call.prologue, self, [*self.states, *statics])
+            if walk is not None and (found := walk.forward(self, keeps=keeps)) is not None:
+                outputs, finals, mixed = found
+                states = dict(zip(self.steps[-1][0].segment.states, finals, strict=True))
+                return dict(zip([*self.gives, *self.mixed], [*outputs, *mixed], strict=False)), states
+        own = {p for steps in self.steps for step in steps for p in step.segment.takes}
+        wanted = [*self.mixed, *sorted({("v", k, 0) for k in self.start} & own)] if keeps else self.gives
+        sequences = {p: t.unsqueeze(1).unbind(0) for p, t in self.known.items()}
         kept: list[list[Tensor]] = []
-        rows = [None if x is None else x.unsqueeze(1).unbind(0) for x in self.inputs]
+        states = self.start
         for t in range(self.T):
-            now: list[Any] = [None if row is None else row[t] for row in rows]
-            for place, k, f in self.carried:
-                now[place] = f(states[k], *f.fixed).unsqueeze(0)
-            results = call.forward(call.laid_out([*now, *states, *statics]))
-            states = results[outs:]
-            kept.append([*results[:outs], *[now[place] for place, _, _ in self.carried if keeps]])
-        sequences = [torch.cat(rows) for rows in zip(*kept, strict=True)]
-        return sequences[:outs], states, sequences[outs:]
+            rows = {p: row[t] for p, row in sequences.items()} | {("v", k, 0): v.unsqueeze(0) for k, v in states.items()}
+            for stage, steps in zip(self.piece.stages, self.steps, strict=True):
+                after = [step.forward(rows) for step in steps]
+                for j in stage.calls:
+                    operands = [rows[p].squeeze(0) for p in self.mixing[j].operands]
+                    results = self.mix[j](*operands, *self.mix[j].fixed)
+                    if (
+                        t == 0
+                        and self.mixing[j].operands[0][0] in "am"
+                        and all(has_storage(y) and _shares(y, operands[0]) for y in results)
+                    ):
+                        self.views.add(j)
+                    rows.update(zip(self.results_of[j], [y.unsqueeze(0) for y in results], strict=True))
+            states = {k: v for found in after for k, v in found.items()}
+            wanted = [p for p in wanted if p[0] != "m" or p[1] not in self.views]
+            kept.append([rows[p] for p in wanted])
+        return {p: torch.cat(column) for p, column in zip(wanted, zip(*kept, strict=True), strict=True)}, states
 
     @torch.no_grad()
-    def backward(self, mixed: Sequence[Tensor], trail: Sequence[Tensor], grads: tuple[list, list, list]) -> Back:
+    def backward(
+        self, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], grads: Mapping[Place, Tensor | None],
+        ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None],
+    ) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:  # fmt: skip
         """Walk back over time.
 
         Args:
-            mixed: results of the mixing calls of states.
+            computed: results of the mixing calls, and operands that are computed.
             trail: states after every step.
-            grads: cotangents of outputs, final states and states after every step.
+            grads, ends, trails: cotangents of what other pieces take, of final states, and of states after every step.
+
+        Returns:
+            Cotangents of operands that are computed, of those of other pieces, and of results of products; and what flows to states at the
+            start of a step by way of mixing calls, and of segments that take them, `[T + 1, ...]`: at the last one, nothing.
         """
-        call, statics = self.step(trains=True)
-        outputs, finals, trails = grads
-        inputs = [*self.inputs]
-        for (place, _, _), m in zip(self.carried, mixed, strict=True):
-            inputs[place] = m
-        ends = [torch.zeros_like(v) if g is None and v.is_floating_point() else g for v, g in zip(self.states, finals, strict=True)]
-        places = {place for place, _, _ in self.carried}
-        needs = (False, *[k in places for k in range(len(inputs))], *[True] * len(ends), *[False] * len(statics))
-        how = call.backward_for(needs, [*[type(g) for g in (*outputs, *ends)], *[type(None)] * len(trail)])
-        fed = {k: trail[k].new_empty((self.T + 1, *trail[k].shape[1:])) for _, k, _ in self.carried}
-        back = Back(inputs, trail, outputs, ends, [torch.empty_like(m) for m in mixed], fed)  # type: ignore[arg-type]  # all are there
-        walk = cpu_loop.walk_of(call, how.launch, how.prologue, self, [*self.states, *statics])
-        if walk is not None and all(g is None for g in trails) and walk.backward(self, back):
+        plain = self.simple and all(g is None for g in (*trails.values(), *[grads.get(p) for p in self.mixed]))
+        if plain and (back := self._walk_back(computed, trail, grads, ends)) is not None:
             return back
-        for tensor in (*back.found, *fed.values()):
-            tensor.zero_()
-        rows = [x.unsqueeze(1).unbind(0) for x in back.inputs]
+        products = [p for p in self.mixed if self.mix[p[1]].weights is not None and any(self.needs[p[1]])]
+        kept: dict[Place, list[Tensor]] = {p: [] for p in (*self.asked, *self.outer, *products)}
+        fed = {k: v.new_zeros((self.T + 1, *v.shape)) for k, v in self.start.items() if v.is_floating_point()}
+        sequences = {p: t.unsqueeze(1).unbind(0) for p, t in (self.known | dict(computed)).items()}
+        ends = {k: torch.zeros_like(v) if ends[k] is None and v.is_floating_point() else ends[k] for k, v in self.start.items()}
         for t in reversed(range(self.T)):
-            states = self.states if t == 0 else [after[t - 1] for after in trail]
-            ends = [a if b is None else b[t] if a is None else a + b[t] for a, b in zip(ends, trails, strict=True)]
-            cotangents = [*[None if g is None else g[t : t + 1] for g in outputs], *ends, *[None] * len(trail)]
-            found = call.backward(how, call.laid_out([*[row[t] for row in rows], *states, *statics]), cotangents, call.order)
-            ends = [*found[len(rows) : len(rows) + len(states)]]
-            for into, (place, k, f) in zip(back.found, self.carried, strict=True):
-                if (grad := found[place]) is not None:
-                    into[t] = grad[0]
-                    fed[k][t] += f.pulled(states[k], grad[0])
+            rows = {p: row[t] for p, row in sequences.items()}
+            rows |= {("v", k, 0): (v if t == 0 else trail[k][t - 1]).unsqueeze(0) for k, v in self.start.items()}
+            ends = {k: a if (b := trails[k]) is None else b[t] if a is None else a + b[t] for k, a in ends.items()}
+            flow = {p: g[t : t + 1] for p in self.mixed if (g := grads.get(p)) is not None}
+            self._step_back(rows, flow, {p: None if (g := grads[p]) is None else g[t : t + 1] for p in self.gives}, ends)
+            for p, column in kept.items():
+                column.append(self._of(flow, rows, p))
             for k, by in fed.items():
-                ends[k] = by[t] if (end := ends[k]) is None else end + by[t]
-            ends = [torch.zeros_like(v) if g is None and v.is_floating_point() else g for v, g in zip(states, ends, strict=True)]
-        return back
+                if ("v", k, 0) in flow:
+                    by[t] = flow["v", k, 0][0]
+            ends = {k: _sum(flow.get(("n", k, 0)), flow.get(("v", k, 0))) for k in self.start}
+            ends = {k: torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g for k, v in self.start.items()}
+        return {p: torch.cat(column[::-1]) for p, column in kept.items()}, fed
+
+    def _step_back(self, rows: Rows, flow: Rows, grads: Mapping[Place, Tensor | None], ends: Mapping[int, Tensor | None]) -> None:
+        """Put the cotangents of what a step computes into `flow`; those of states by way of their own segment as `("n", k, 0)`."""
+
+        def add(place: Place, grad: Tensor | None) -> None:
+            if grad is not None:
+                flow[place] = flow[place] + grad if place in flow else grad
+
+        for step in self.steps[-1]:
+            states = step.segment.states
+            given = step.backward(rows, [grads[p] for p in step.segment.gives], [ends[k] for k in states])
+            for (kind, k, i), grad in given.items():
+                if kind == "v" and k in states:
+                    flow["n", k, 0] = grad.squeeze(0)
+                else:
+                    add((kind, k, i), grad)
+        for stage, steps in reversed(list(zip(self.piece.stages[:-1], self.steps[:-1], strict=True))):
+            for j in reversed(stage.calls):
+                operands, results = self.mixing[j].operands, self.results_of[j]
+                given_results = [self._of(flow, rows, p).squeeze(0) for p in results]
+                pulled = self.mix[j].pulled([rows[p].squeeze(0) for p in operands], given_results, self.needs[j])
+                for place, g in zip(operands, pulled, strict=False):
+                    add(place, None if g is None else g.unsqueeze(0))
+                for n, g in enumerate(pulled[len(operands) :]):
+                    if g is not None:
+                        self.of_fixed[j, n] = g if (before := self.of_fixed.get((j, n))) is None else before + g
+            for step in reversed(steps):
+                for place, grad in step.backward(rows, [self._of(flow, rows, p) for p in step.segment.gives], []).items():
+                    add(place, grad)
+
+    def _of(self, flow: Rows, rows: Rows, place: Place) -> Tensor:
+        return flow[place] if place in flow else torch.zeros_like(rows[place])
+
+    def _walk_back(self, computed: Any, trail: Any, grads: Any, ends: Any) -> tuple[dict[Place, Tensor], dict[int, Tensor]] | None:
+        """As `backward`, in C++; None if that cannot be."""
+        step = self.steps[-1][0]
+        rows, segment = self._first_rows(), step.segment
+        call, statics = step.call(rows, trains=True)
+        outputs, after = [grads[p] for p in segment.gives], [trail[k] for k in segment.states]
+        last = [
+            torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g
+            for k, v in zip(segment.states, self.states, strict=True)
+        ]
+        needs = (False, *step.own, *[True] * len(last), *[False] * len(statics))
+        how = call.backward_for(needs, [*[type(g) for g in (*outputs, *last)], *[type(None)] * len(last)])
+        inputs: Any = [computed.get(p, x) for p, x in zip(segment.takes, self.inputs, strict=True)]
+        fed = {k: after[k].new_empty((self.T + 1, *after[k].shape[1:])) for _, k, _ in self.carried}
+        back = Back(inputs, after, outputs, last, [torch.empty_like(computed[p]) for p in self.mixed], fed)
+        walk = cpu_loop.walk_of(call, how.launch, how.prologue, self, [*self.states, *statics])
+        if walk is None or not walk.backward(self, back):
+            return None
+        return dict(zip(self.mixed, back.found, strict=True)), {segment.states[k]: by for k, by in fed.items()}
 
 
-class _Feedback(torch.autograd.Function):
-    """Outputs, final states and states after every step, as they are; the backward adds what flows through the mixing calls of states."""
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return has_storage(a) and has_storage(b) and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
-    @staticmethod
-    def forward(ctx: Any, loop: Loop, outs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`tensors`: outputs, final states, states after every step; initial states; fixed tensors of mixing calls, and their results."""
-        states = len(loop.states)
-        ctx.loop, ctx.outs = loop, outs
-        ctx.save_for_backward(*tensors[outs + states : outs + 2 * states], *tensors[outs + 3 * states :])
-        ctx.set_materialize_grads(False)
-        return tuple([t.detach() for t in tensors[: outs + 2 * states]])  # the same memory, to which may be written, as no view of two may
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or not all(g is None or (is_plain(g) and has_storage(g)) for g in grads):
-            raise DoubleBackwardError(
-                "mixes neurons, and its backward is differentiated (`create_graph=True`), or takes batched cotangents",
-                core=core_name(ctx.loop.given.core), hint='Only the eager loop does that: `backend="torch"`.',
-            )  # fmt: skip
-        with fork.undisturbed():
-            return _Feedback.pulled(ctx, grads)
-
-    @staticmethod
-    def pulled(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of what `forward` was given."""
-        loop: Loop = ctx.loop
-        states = len(loop.states)
-        saved = ctx.saved_tensors  # raises if one was written to since
-        trail, fixed, mixed = saved[:states], iter(saved[states : len(saved) - len(loop.carried)]), saved[len(saved) - len(loop.carried) :]
-        for _, _, f in loop.carried:
-            f.fixed = [next(fixed) for _ in f.fixed]
-        outputs, finals, trails = _grouped(grads, ctx.outs, states)
-        back = loop.backward(mixed, trail, (outputs, finals, trails))
-        starts: list[Tensor | None] = [None] * states
-        for k, by in back.fed.items():
-            starts[k] = by[0]
-            trails[k] = by[1:] if trails[k] is None else trails[k] + by[1:]
-        needs, of_fixed = list(ctx.needs_input_grad[2 + len(grads) + states :]), list[Tensor | None]()
-        for (_, k, f), grad in zip(loop.carried, back.found, strict=True):
-            own, needs = needs[: len(f.fixed)], needs[len(f.fixed) :]
-            of_fixed += f.gradients(loop.states[k], trail[k][:-1], grad, own)
-        return (None, None, *outputs, *finals, *trails, *starts, *of_fixed, *[None] * len(mixed))
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return what flows to a state before a step: by its own segment, and by others `[1, ...]`."""
+    return a if b is None else b[0] if a is None else a + b[0]

@@ -1,0 +1,368 @@
+"""Where the recurrences of a core lie that mixes neurons, and in which pieces the core runs.
+
+States and mixing calls that are computed from one another, over one step or several, are a recurrence: a strongly connected component of
+the graph of what is computed from what. What mixes in none runs once, on the whole sequence; elementwise states between mixing calls are a
+core of their own; a recurrence that mixes is a loop over stages.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..._capture.inner import MIXES
+from ..._capture.signature import Signature
+from ..._capture.trace import Meta, recording, trace
+from ...errors import FlexSNError, NotElementwiseError
+from .mixing_calls import Answering, Mixing, Place, Segment, name_of, tensors_in
+
+_MOST = 32  # calls that mix neurons
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """Mixing call `call` runs once, on the whole sequence."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A segment runs as any core."""
+
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Part of a step: segments, then mixing calls, which take what those give."""
+
+    segments: tuple[Segment, ...]
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A loop over time: at every step its stages; the segments of the last one advance the states."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        return tuple([j for stage in self.stages for j in stage.calls])
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        return tuple([k for segment in self.stages[-1].segments for k in segment.states])
+
+    def own(self, mixing: Sequence[Mixing]) -> set[Place]:
+        """Return what it takes of itself: its states before a step, results of its calls, and their operands."""
+        found = {("v", k, 0) for k in self.states} | {("m", j, i) for j in self.calls for i in range(len(mixing[j].results))}
+        return found | {p for stage in self.stages[:-1] for segment in stage.segments for p in segment.gives}
+
+    def taken(self, mixing: Sequence[Mixing]) -> set[Place]:
+        """Return what it takes of other pieces."""
+        found = {p for stage in self.stages for segment in stage.segments for p in segment.takes}
+        return found.union(*[mixing[j].operands for j in self.calls]) - self.own(mixing)
+
+
+Piece = AtOnce | Scan | Recurrence
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A core in pieces, in the order in which they run. As what wraps a core, it leaves it as it is: its segments wrap it.
+
+    Attributes:
+        same: outputs that are what a piece gives or takes, as it is.
+        shared: what pieces take of others.
+        outputs, calls: how many there are, of PyTorch's functions all.
+    """
+
+    sig: Signature
+    metas: tuple[Meta, ...]
+    mixing: tuple[Mixing, ...]
+    pieces: tuple[Piece, ...]
+    same: tuple[tuple[Place, Place], ...]
+    shared: frozenset[Place]
+    outputs: int
+    calls: int
+
+    def __call__(self, core: Callable) -> Callable:
+        return core
+
+    @property
+    def segments(self) -> list[Segment]:
+        stages = [stage for piece in self.pieces if isinstance(piece, Recurrence) for stage in piece.stages]
+        return [*[p.segment for p in self.pieces if isinstance(p, Scan)], *[segment for stage in stages for segment in stage.segments]]
+
+    @property
+    def main(self) -> Segment:
+        """The segment that advances states of the last recurrence; of the last scan if there is none."""
+        loops = [piece.stages[-1].segments[-1] for piece in self.pieces if isinstance(piece, Recurrence)]
+        return [*[piece.segment for piece in self.pieces if isinstance(piece, Scan)], *loops][-1]
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, map(self._told, self.pieces)))
+
+    def _told(self, piece: Piece) -> str:
+        if isinstance(piece, Scan):
+            names = ", ".join(f"`{self.sig.state_names[k]}`" for k in piece.segment.states)
+            return f"a kernel over the whole sequence for {names}" if names else ""
+        if isinstance(piece, AtOnce):
+            return self._call(piece.call, "once, on the whole sequence")
+        return "; ".join(self._call(j, "at every step") for j in piece.calls)
+
+    def _call(self, j: int, when: str) -> str:
+        call = self.mixing[j]
+        names = {"x": lambda k: f"`{self.sig.names[k]}`", "v": lambda k: f"`{self.sig.state_names[k]}`", "m": lambda k: f"`mixed_{k}`"}
+        of = ", ".join(names.get(kind, lambda k: "what is computed before it")(k) for kind, k, _ in call.operands)
+        return f"`mixed_{j}`, `{call.name}` of {of}, {when} ({call.line})"
+
+
+def take_apart(
+    core: Callable, sig: Signature, metas: Sequence[Meta], device: torch.device, captured: dict[str, Tensor], num_outputs: int | None
+) -> Cut:
+    """Return the pieces of a core that mixes neurons.
+
+    Args:
+        core: on stand-ins of what it captures.
+        metas: of inputs, states and params.
+        captured: these stand-ins.
+
+    Raises:
+        NotElementwiseError: it has too many calls that mix neurons, or one that gives no tensors.
+        FlexSNError: what else no kernel can do of the core.
+    """
+    ins, mixing, calls = sig.num_inputs + sig.num_states, list[Mixing](), 0
+    place_of, node_of = dict[fx.Node, Place](), dict[Place, fx.Node]()
+
+    def looking(*operands: Tensor) -> Any:
+        recorder = recording()
+        places = [*[("x", k, 0) for k in range(sig.num_inputs)], *[("v", k, 0) for k in range(sig.num_states)]]
+        place_of.update(zip([recorder.node_of(t) for t in operands[:ins]], places, strict=True))
+
+        def answer(number: int, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+            before = recorder.error
+            result = func(*args, **kwargs)
+            why, recorder.error = recorder.error, before
+            if why is before:
+                return result
+            try:
+                nodes = [recorder.node_of(t) for t in tensors_in((args, kwargs))]
+            except FlexSNError:  # they are of a transform inside the core
+                nodes = []
+            moving = tuple([k for k, n in enumerate(nodes) if n.meta["kind"] == "step"])
+            results = (result,) if isinstance(result, Tensor) else tuple(result) if isinstance(result, (tuple, list)) else ()
+            fits = isinstance(why, NotElementwiseError) and MIXES in why.reason and moving and results
+            if why is None or not fits or not all(isinstance(y, Tensor) for y in results) or len(mixing) == _MOST:
+                recorder.error = before or why
+                return result
+            j, operands_of = len(mixing), list[Place]()
+            for i, node in enumerate([nodes[k] for k in moving]):
+                operands_of.append(place_of.get(node) or ("a", j, i))
+                node_of[operands_of[-1]] = node
+            place_of.update({recorder.node_of(y): ("m", j, i) for i, y in enumerate(results)})
+            metas_of = tuple([Meta(tuple(y.shape), y.dtype) for y in results])
+            mixing.append(
+                Mixing(
+                    number,
+                    name_of(func),
+                    moving,
+                    tuple(operands_of),
+                    metas_of,
+                    operator.itemgetter(0) if isinstance(result, Tensor) else type(result),
+                    why.line or "",
+                )
+            )
+            return result
+
+        nonlocal calls
+        with Answering(answer) as answering:
+            returned = core(*operands)
+        calls = answering.count + 1
+        return returned
+
+    recorded = trace(looking, sig, metas, device, captured, vjp=False, num_outputs=num_outputs)
+    outs = len(recorded.returns) - sig.num_states
+    same = list[tuple[Place, Place]]()
+    for k, node in enumerate(recorded.returns):
+        place = ("y", k, 0) if k < outs else ("n", k - outs, 0)
+        node_of[place] = node
+        if k < outs and node in place_of and place_of[node][0] != "v":
+            same.append((place, place_of[node]))
+    computed = {place: node for place, node in node_of.items() if place[0] in "nya"}
+    needs = {place: _needs(node, place_of) for place, node in computed.items()}
+    shapes = {place: tuple(node.meta["val"].shape) for place, node in computed.items()}
+    maker = _Maker(sig, tuple(metas[:ins]), tuple(mixing), needs, shapes, {place for place, _ in same})
+    pieces = maker.pieces()
+    shared = {place for _, place in same}.union(*[_taken(piece, mixing) for piece in pieces])
+    return Cut(sig, tuple(metas[:ins]), tuple(mixing), tuple(pieces), tuple(same), frozenset(shared), outs, calls)
+
+
+def _taken(piece: Piece, mixing: Sequence[Mixing]) -> set[Place]:
+    """Return what a piece takes of others."""
+    if isinstance(piece, AtOnce):
+        return set(mixing[piece.call].operands)
+    return set(piece.segment.takes) if isinstance(piece, Scan) else piece.taken(mixing)
+
+
+def _needs(node: fx.Node, place_of: dict[fx.Node, Place]) -> frozenset[Place]:
+    """Return what a value is computed from: inputs, states and results of mixing calls."""
+    seen, todo, found = set[fx.Node](), [node], set[Place]()
+    while todo:
+        now = todo.pop()
+        if now in place_of:
+            found.add(place_of[now])
+        elif now not in seen:
+            seen.add(now)
+            todo += now.all_input_nodes
+    return frozenset(found)
+
+
+class _Maker:
+    """Makes the pieces of a core.
+
+    Args:
+        needs, shapes: of all that is computed.
+        done: outputs that need no piece.
+    """
+
+    def __init__(
+        self, sig: Signature, metas: tuple[Meta, ...], mixing: tuple[Mixing, ...], needs: dict[Place, frozenset[Place]],
+        shapes: dict[Place, tuple[int, ...]], done: set[Place],
+    ):  # fmt: skip
+        self.sig, self.metas, self.mixing, self.needs, self.shapes = sig, metas, mixing, needs, shapes
+        self.known = {("x", k, 0) for k in range(sig.num_inputs)}
+        self.todo = [p for p in needs if p[0] in "ya" and p not in done]
+
+    def pieces(self) -> list[Piece]:
+        """Return them, in an order in which they can run."""
+        made_of = {("v", k, 0): self._of_nodes(self.needs["n", k, 0]) for k in range(self.sig.num_states)}
+        for j, call in enumerate(self.mixing):
+            made_of["m", j, 0] = self._of_nodes([q for p in call.operands for q in self.needs.get(p, {p})])
+        components = strongly_connected(made_of)
+        home, level = dict[Place, int](), list[int]()
+        for c, members in enumerate(components):
+            home |= dict.fromkeys(members, c)
+            before = {home[p] for member in members for p in made_of[member]} - {c}
+            level.append(max([level[d] + (self._breaks(components[d], members)) for d in before], default=0))
+        found = list[Piece]()
+        for now in range(max(level, default=0) + 1):
+            here = [members for c, members in enumerate(components) if level[c] == now]
+            states: dict[tuple[int, ...], list[int]] = {}
+            for members in here:
+                if not _mixes(members):
+                    for _, k, _ in members:
+                        states.setdefault(self.shapes["n", k, 0], []).append(k)
+            for shape, own in states.items():
+                found.append(Scan(self.segment(own, self.ready(shape, {("v", k, 0) for k in own}))))
+            found += self.without_states()
+            for members in here:
+                if _mixes(members):
+                    found += self.mixed(members, looped=len(members) > 1 or members[0] in made_of[members[0]])
+                    found += self.without_states()
+        if self.todo:
+            raise NotElementwiseError("returns an output that depends on nothing that a step takes", core=self.sig.core)
+        return found
+
+    def _of_nodes(self, places: Iterable[Place]) -> set[Place]:
+        return {(kind, k, 0) for kind, k, _ in places if kind in "vm"}
+
+    def _breaks(self, earlier: Sequence[Place], later: Sequence[Place]) -> bool:
+        """Return whether two components cannot be parts of one kernel."""
+        if _mixes(earlier):
+            return True
+        shapes = [self.shapes["n", k, 0] for kind, k, _ in (*earlier, *later) if kind == "v"]
+        return not _mixes(later) and len(set(shapes)) > 1
+
+    def segment(self, states: Sequence[int], gives: Sequence[Place]) -> Segment:
+        """Return what advances states and gives values; what it takes is known then."""
+        own = {("v", k, 0) for k in states}
+        gives = gives or [("n", states[0], 0)]
+        takes = set[Place]().union(*[self.needs[p] for p in (*gives, *[("n", k, 0) for k in states])]) - own
+        takes = takes or {self._any_sequence(states)}
+        self.known |= {*own, *gives}
+        self.todo = [p for p in self.todo if p not in gives]
+        return Segment(self.sig, self.metas, self.mixing, tuple(sorted(takes)), tuple(sorted(states)), tuple(gives))
+
+    def _any_sequence(self, states: Sequence[int]) -> Place:
+        """Return something that a segment can take, for the number of steps, where it needs nothing but its states."""
+        shape = self.shapes["n", states[0], 0]
+        for place in sorted(p for p in self.known if p[0] in "xm"):
+            meta = self.metas[place[1]] if place[0] == "x" else self.mixing[place[1]].results[place[2]]
+            if len(meta.shape) <= len(shape) and all(n in (1, m) for n, m in zip(meta.shape[::-1], shape[::-1], strict=False)):
+                return place
+        raise NotElementwiseError("has states that no input leads to, of another shape than the inputs", core=self.sig.core)
+
+    def ready(self, shape: tuple[int, ...], own: set[Place]) -> list[Place]:
+        """Return what can be computed beside what is a segment's own."""
+        return [p for p in self.todo if self.shapes[p] == shape and self.needs[p] & own and self.needs[p] <= self.known | own]
+
+    def without_states(self) -> list[Piece]:
+        """Return segments for what can be computed of what is known, one for every shape."""
+        by_shape: dict[tuple[int, ...], list[Place]] = {}
+        for place in self.todo:
+            if self.needs[place] and self.needs[place] <= self.known:
+                by_shape.setdefault(self.shapes[place], []).append(place)
+        return [Scan(self.segment((), gives)) for gives in by_shape.values()]
+
+    def mixed(self, members: Sequence[Place], *, looped: bool) -> list[Piece]:
+        """Return the piece of a component that mixes."""
+        calls = sorted(j for kind, j, _ in members if kind == "m")
+        if not looped:
+            self.known |= {("m", calls[0], i) for i in range(len(self.mixing[calls[0]].results))}
+            return [AtOnce(calls[0])]
+        states = sorted(k for kind, k, _ in members if kind == "v")
+        own = {("v", k, 0) for k in states}
+        self.known |= own
+        stages, left = list[Stage](), calls
+        while left:
+            ready = {p for j in left for p in self.mixing[j].operands if p[0] == "a" and p in self.todo and self.needs[p] <= self.known}
+            by_shape: dict[tuple[int, ...], list[Place]] = {}
+            for place in sorted(ready):
+                by_shape.setdefault(self.shapes[place], []).append(place)
+            segments = tuple([self.segment((), gives) for gives in by_shape.values()])
+            now = [j for j in left if set(self.mixing[j].operands) <= self.known]
+            self.known |= {("m", j, i) for j in now for i in range(len(self.mixing[j].results))}
+            stages.append(Stage(segments, tuple(now)))
+            left = [j for j in left if j not in now]
+        by_shape_of: dict[tuple[int, ...], list[int]] = {}
+        for k in states:
+            by_shape_of.setdefault(self.shapes["n", k, 0], []).append(k)
+        inner = own | {("m", j, i) for j in calls for i in range(len(self.mixing[j].results))}
+        rests = [self.segment(ks, self.ready(shape, inner)) for shape, ks in by_shape_of.items()]
+        return [Recurrence((*stages, Stage(tuple(rests), ())))]
+
+
+def _mixes(members: Sequence[Place]) -> bool:
+    return any(kind == "m" for kind, _, _ in members)
+
+
+def strongly_connected(made_of: dict[Place, set[Place]]) -> list[list[Place]]:
+    """Return the strongly connected components of a graph, what others are made of first: Tarjan's algorithm."""
+    index, low, stack, found = dict[Place, int](), dict[Place, int](), list[Place](), list[list[Place]]()
+
+    def visit(place: Place) -> None:
+        index[place] = low[place] = len(index)
+        stack.append(place)
+        for other in sorted(made_of[place]):
+            if other not in index:
+                visit(other)
+                low[place] = min(low[place], low[other])
+            elif other in stack:
+                low[place] = min(low[place], index[other])
+        if low[place] == index[place]:
+            at = stack.index(place)
+            found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for place in made_of:
+        if place not in index:
+            visit(place)
+    return found

@@ -1,0 +1,124 @@
+"""Calls of a core that mixes neurons: its pieces, one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .cut import AtOnce, Cut, Recurrence, Scan
+from .feedback import Whole, with_feedback
+from .mixing_calls import Place, Segment, mixing_functions
+from .recurrence import Given, Loop
+
+Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences, outputs
+
+
+def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Results:
+    """Run a core that is cut into pieces; `run` runs a segment.
+
+    Returns:
+        Final states, state sequences (if asked for), outputs.
+    """
+    cut: Cut = given.look.wrap
+    call = _MixingRun(run, given, sequences)
+    for piece in cut.pieces:
+        if isinstance(piece, AtOnce):
+            call.at_once(piece.call)
+        elif isinstance(piece, Scan):
+            call.scan(piece.segment, {k: call.states[k] for k in piece.segment.states})
+        else:
+            call.recurrence(piece)
+    call.known |= {place: call.known[source] for place, source in cut.same}
+    numbers = range(len(call.states))
+    outputs = [call.known["y", k, 0] for k in range(cut.outputs)]
+    return [call.finals[k] for k in numbers], [call.trail[k] for k in numbers] if sequences else [], outputs
+
+
+class _MixingRun:
+    """One call.
+
+    Attributes:
+        known: sequences `[T, ...]` of what is computed so far.
+        finals, trail: final states; states after every step, of those that are asked for.
+    """
+
+    def __init__(self, run: Callable[..., Results], given: Given, sequences: bool):
+        self.run, self.given, self.cut, self.sequences = run, given, given.look.wrap, sequences
+        self.known: dict[Place, Tensor] = {("x", k, 0): x for k, x in enumerate(given.inputs)}
+        first = [x[0] if len(x) else x.new_zeros(x.shape[1:]) for x in given.inputs]
+        pairs = zip(given.states, self.cut.metas[len(given.inputs) :], strict=True)
+        self.states = [first[0].new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs]
+        core = given.look.runnable(given.core)
+        self.mix = mixing_functions(self.cut.mixing, self.cut.calls, core, self.cut.sig.core, [*first, *self.states, *given.params])
+        self.finals, self.trail = dict[int, Tensor](), dict[int, Tensor]()
+
+    def sequence(self, place: Place) -> Tensor:
+        """Return a sequence; of a state that before every step."""
+        if place not in self.known:
+            after, start = self.trail[place[1]], self.states[place[1]]
+            self.known[place] = torch.cat([start.unsqueeze(0), after[:-1]]) if len(after) else after
+        return self.known[place]
+
+    def at_once(self, j: int) -> None:
+        mix, call, some = self.mix[j], self.cut.mixing[j], self.given.inputs[0]
+        if len(some):
+            results = mix.over_time([self.sequence(p) for p in call.operands], mix.fixed)
+        else:  # of which `vmap` finds no shapes
+            results = tuple([some.new_empty((0, *meta.shape), dtype=meta.dtype) for meta in call.results])
+        self.known.update(zip([("m", j, i) for i in range(len(results))], results, strict=True))
+
+    def scan(
+        self, segment: Segment, states: dict[int, Tensor], known: dict[Place, Tensor] | None = None, *, keeps: bool = False
+    ) -> list[Tensor]:
+        """Run a segment over the whole sequence; return what it gives."""
+        given = self.given
+        takes = tuple([known[p] if known and p in known else self.sequence(p) for p in segment.takes])
+        keeps = keeps or self.sequences or any(("v", k, 0) in self.cut.shared for k in segment.states)
+        finals, trail, outputs = self.run(
+            given.core, given.look_at(segment), takes, tuple([states[k] for k in segment.states]), given.params, backend=given.backend,
+            strict=True, sequences=keeps and bool(states), num_outputs=len(segment.gives),
+        )  # fmt: skip
+        self.known.update(zip(segment.gives, outputs, strict=True))
+        self.finals.update(zip(segment.states, finals, strict=True))
+        self.trail.update(zip(segment.states, trail, strict=False))
+        return outputs
+
+    def recurrence(self, piece: Recurrence) -> None:
+        given, states = self.given, {k: self.states[k] for k in piece.states}
+        known = {p: self.sequence(p) for p in sorted(piece.taken(self.cut.mixing))}
+        loop = Loop(given, piece, known, states, self.mix)
+        fixed = [t for j in piece.calls for t in self.mix[j].fixed]
+        tensors = (*known.values(), *states.values(), *given.params, *given.look.tensors().values(), *fixed)
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        keeps = trains or self.sequences or not self.cut.shared.isdisjoint(piece.own(self.cut.mixing))
+        found = dict[Place, Tensor]()
+        if loop.T:
+            found, finals = loop.forward(keeps=keeps)
+            if not keeps:
+                self.known |= found
+                self.finals |= finals
+                return
+        else:
+            some = given.inputs[0]
+            found = {p: some.new_empty((0, *m.shape), dtype=m.dtype) for p in loop.mixed for m in [self.cut.mixing[p[1]].results[p[2]]]}
+            found |= {("v", k, 0): v.new_empty((0, *v.shape)) for k, v in states.items()}
+        for stage in piece.stages:
+            for segment in stage.segments:
+                self.scan(segment, {k: states[k] for k in segment.states}, found, keeps=True)
+            for j in sorted(loop.views.intersection(stage.calls)):
+                operands = [(found[p] if p in found else self.known[p]).detach() for p in self.cut.mixing[j].operands]
+                found.update(zip(loop.results_of[j], self.mix[j].over_time(operands, self.mix[j].fixed), strict=True))
+        mixed = {p: found[p] for p in loop.mixed}
+        whole = Whole(
+            {p: self.known[p] for p in loop.gives}, {k: self.finals[k] for k in states}, {k: self.trail[k] for k in states},
+            {p: t for p, t in mixed.items() if p in self.cut.shared}, {p: self.known[p] for p in loop.asked}, states,
+            {p: known[p] for p in loop.outer}, mixed,
+        )  # fmt: skip
+        if loop.T and any(t.requires_grad for t in (*itertools.chain(*[group.values() for group in whole]), *fixed)):
+            whole = with_feedback(loop, whole)
+        self.known |= whole.gives | whole.mixed | whole.shared
+        self.finals |= whole.finals
+        self.trail |= whole.trail
