@@ -82,7 +82,7 @@ test-newest: $(NEWEST_READY) ## `make test` on PyTorch 2.14, the newest that is 
 	.newest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(TESTS)
 
 # what holds on any device, beside the tests that are marked `gpu`; the other files make their operands on the CPU
-ANY_DEVICE := $(foreach name,call complex derivatives hop inner load lowlevel_ops memory mixing module parity prologue_fusion recurrent rows scan sharding stateless transforms,$(wildcard tests/test_$(name).py tests/*/test_$(name).py))
+ANY_DEVICE := $(foreach name,call complex cut default_states derivatives hop inner load lowlevel_ops memory mixing module over_time parity prologue_fusion recurrent rows scan sharding stateless transforms,$(wildcard tests/test_$(name).py tests/*/test_$(name).py))
 test-gpu: ## the tests on an NVIDIA GPU, with the python3 that has PyTorch for CUDA, pytest, pytest-xdist and hypothesis
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark --device cuda -n $(JOBS) -m gpu $$(grep -l mark.gpu -r tests --include 'test_*.py')
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -p no:benchmark --device cuda -n $(JOBS) -m "not gpu" $(ANY_DEVICE)

@@ -235,7 +235,7 @@ def test_named_tuples_of_pytorch():
 
 
 def test_a_core_that_makes_other_calls_than_at_its_capture_is_noticed():
-    x, v, w = torch.randn(5, 4, H), torch.rand(4, H), W.float()
+    x, v, w = torch.randn(5, 4, H), torch.rand(4, H), W.to(torch.get_default_device(), torch.float32)
 
     def other(x, v):
         if type(x) is torch.Tensor:
