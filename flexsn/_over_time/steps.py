@@ -81,6 +81,17 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
+def _tensors(values: Sequence[Any], kind: type) -> list[Any]:
+    """Return the tensors of a kind among the leaves of values, most of which are leaves."""
+    found = []
+    for value in values:
+        if isinstance(value, kind):
+            found.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            found += [leaf for leaf in leaves(value) if isinstance(leaf, kind)]
+    return found
+
+
 def whole_of(tree: Any) -> Any:
     """Return the sequences in place of the steps that stand for them."""
     return mapped(lambda leaf: leaf.whole if isinstance(leaf, Step) else leaf, tree)
@@ -147,7 +158,7 @@ class AllSteps(TorchFunctionMode, Walk):
         if func is _run_neuron:
             with self.on(None):
                 return mapped(self._step_or_value, _run_neuron(self, args[1], *[self.sequence(x) for x in args[2:]]))
-        steps = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Step)]
+        steps = _tensors((*args, *kwargs.values()), Step)
         name = getattr(func, "__name__", "")
         if not steps:
             return self._without_steps(func, name, args, kwargs)
@@ -226,7 +237,7 @@ def _in_the_batch(func: Any, step: Step, rank: int, args: tuple, kwargs: dict[st
 
 def _aligned(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return whether the dims of all tensors, from the last one on, are those of one step."""
-    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = _tensors((*args, *kwargs.values()), Tensor)
     if name in ("linear", "layer_norm"):  # of the last dims, by tensors that are the same at all steps
         return isinstance(tensors[0], Step) and not any(isinstance(t, Step) for t in tensors[1:])
     ranks = {t.dim() for t in tensors if isinstance(t, Step)}
