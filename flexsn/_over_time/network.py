@@ -36,18 +36,18 @@ class OverTime(nn.Module):
         self._reasons: dict[tuple[bool, ...], StepByStepError] = {}  # by which modules train
 
     @outside_dynamo("flexsn.over_time calls the network with tensors that stand for one step: compile what lies around it")
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """`[T, *shape]` of each input to `[T, *shape]` of each output."""
         if isinstance(walking.now, AllSteps):
             raise StepByStepError("a step calls another `over_time`")
-        T = _length(inputs)
+        T, given = _length((inputs, named)), (inputs, named)
         modules = list(self.network.modules())
         training = tuple([m.training for m in modules])
         why = self._reasons.get(training) or _refused(modules)
         if why is None:
             before = _Before(modules)
             try:
-                results = self._at_once(T, inputs, modules, before)
+                results = self._at_once(T, given, modules, before)
             except Exception as error:  # whatever it is: the loop raises what the user's own step does
                 before.restore()
                 if current_backward() >= 0:  # an activation checkpoint runs the call again, and stops it when it has what it needs
@@ -55,20 +55,22 @@ class OverTime(nn.Module):
                 if isinstance(error, StaleStateError):
                     raise
                 why = error if isinstance(error, StepByStepError) else StepByStepError(_told(error))
-                results = self._step_by_step(T, inputs, why)
+                results = self._step_by_step(T, given, why)
                 self._reasons[training] = why
         else:
-            results = self._step_by_step(T, inputs, why)
+            results = self._step_by_step(T, given, why)
         self.reason = None if why is None else why.reason
         return results
 
-    def _at_once(self, T: int, inputs: Any, modules: Sequence[nn.Module], before: _Before) -> Any:
+    def _at_once(self, T: int, given: Any, modules: Sequence[nn.Module], before: _Before) -> Any:
         counts = [
             m.num_batches_tracked for m in modules if isinstance(m, _BATCH_NORMS) and m.training and m.num_batches_tracked is not None
         ]
         walk = AllSteps(T, counts, [m for m in modules if _is_neuron(m)])
         with walk, walk.on(walk):
-            results = self.network(*mapped(lambda x: walk.step_of(x) if isinstance(x, Tensor) else x, inputs))
+            inputs, named = mapped(lambda x: walk.step_of(x) if isinstance(x, Tensor) else x, given)
+            results = self.network(*inputs, **named)
+            del inputs, named
         if any(not isinstance(y, Tensor) and y is not None for y in leaves(results)):
             raise StepByStepError("a step returns something else than tensors")
         if (written := before.written()) is not None:
@@ -81,14 +83,14 @@ class OverTime(nn.Module):
         walk.finish()
         return mapped(lambda y: walk.sequence(y) if isinstance(y, Tensor) else y, results)
 
-    def _step_by_step(self, T: int, inputs: Any, why: StepByStepError) -> Any:
+    def _step_by_step(self, T: int, given: Any, why: StepByStepError) -> Any:
         if self.strict:
             raise why
         if not T:
             raise SequenceLengthError("over_time runs this network step by step, and there is no step", hint=f"Because {why.reason}.")
         walk = PlainLoop()
         with walk.on(walk):
-            steps = [self.network(*_at(t, inputs)) for t in range(T)]
+            steps = [self.network(*inputs, **named) for inputs, named in (_at(t, given) for t in range(T))]
         walk.finish()
         warn_once("a network step by step", why)
         columns = [list(column) for column in zip(*map(leaves, steps), strict=True)]
@@ -118,7 +120,8 @@ def over_time(network: nn.Module, *, strict: bool = False) -> OverTime:
     elsewhere in Python (a global counter, `random.random()`) is not seen.
 
     Args:
-        network: takes and returns tensors of one step, or tuples, lists or dicts of them.
+        network: takes and returns tensors of one step, or tuples, lists or dicts of them. What is the same at all steps is no input:
+            hold it in an attribute.
         strict: raise where it would run step by step.
 
     Returns:

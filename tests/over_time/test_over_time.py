@@ -452,3 +452,21 @@ def test_returns_that_are_no_tensors():
 def test_one_over_time_in_another():
     inner = flexsn.over_time(nn.Linear(2, 2))
     step_by_step(nn.Sequential(inner, nn.ReLU()), torch.randn(4, 3, 2), "another `over_time`")
+
+
+@pytest.mark.parametrize("count", [False, True])
+def test_inputs_by_name(count):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.neuron, self.seen = flexsn.LIF(), 0
+
+        def forward(self, x, *, gain, shift=0.0):
+            self.seen += count
+            return self.neuron(x) * gain + shift
+
+    x, gain = torch.rand(5, 3, 4), torch.rand(5, 1, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flexsn.errors.FallbackWarning)
+        y = flexsn.over_time(Scaled())(x, gain=gain, shift=1.0)
+    torch.testing.assert_close(y, flexsn.LIF()(x) * gain + 1.0)

@@ -329,6 +329,8 @@ class _Maker:
                 by_shape.setdefault(self.shapes[place], []).append(place)
             segments = tuple([self.segment((), gives) for gives in by_shape.values()])
             now = [j for j in left if set(self.mixing[j].operands) <= self.known]
+            if not now:
+                raise NotElementwiseError("mixes what cannot be computed before it", core=self.sig.core, line=self.mixing[left[0]].line)
             self.known |= {("m", j, i) for j in now for i in range(len(self.mixing[j].results))}
             stages.append(Stage(segments, tuple(now)))
             left = [j for j in left if j not in now]

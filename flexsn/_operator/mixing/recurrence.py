@@ -152,9 +152,10 @@ class Loop:
         self._simply()
 
     def _simply(self) -> None:
+        """See whether the recurrence is one kernel and calls of its states, as a loop in C++ takes it."""
         rests, calls = self.steps[-1], self.piece.calls
-        kinds = [cut_call.operands for cut_call in map(self.mixing.__getitem__, calls)]
-        self.simple = len(rests) == 1 and not self.asked and all(len(of) == 1 and of[0][0] == "v" for of in kinds)
+        taken = [self.mixing[j].operands for j in calls]
+        self.simple = len(rests) == 1 and not self.asked and all(len(of) == 1 and of[0][0] == "v" for of in taken)
         self.simple = self.simple and all(len(places) == 1 for places in self.results_of.values())
         if self.simple:
             segment = rests[0].segment
