@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -106,12 +107,21 @@ def _checked_dtype(dtype: Any) -> torch.dtype | None:
     return dtype
 
 
+_TRIES = 40
+
+
 def _read(nir: Any, path: str | os.PathLike[str]) -> Any:
     name = repr(os.fspath(path))
     if not os.path.exists(path):
         raise InterchangeError(f"there is no file {name}")
     try:
-        return nir.read(path, type_check=False)
+        for left in reversed(range(_TRIES)):
+            try:
+                return nir.read(path, type_check=False)
+            except BlockingIOError:  # HDF5's lock of a file just written: a compiler started meanwhile holds it until it runs
+                if not left:
+                    raise
+                time.sleep(0.05)
     except (OSError, KeyError) as error:  # h5py's: no HDF5 file, or nothing of NIR in it
         raise InterchangeError(f"{name} is no NIR file that can be read: {error}", hint="`nir.write` makes them.") from error
 

@@ -486,3 +486,22 @@ def test_subgraphs_are_dissolved():
     assert list(got.nodes) == ["input", "readout", "output", "block_affine", "block_lif"]
     want = flexsn.from_nir(nir.NIRGraph.from_list(affine(6, 4), lif(6), affine(3, 6)), backend="torch")
     assert torch.equal(got(x), want(x))
+
+
+def test_a_lock_that_goes_is_waited_for(tmp_path, monkeypatch):
+    """HDF5 locks a file that it writes; a compiler that is started meanwhile inherits the lock, and holds it until it runs."""
+    net, x = torch.nn.Sequential(torch.nn.Linear(3, 4), flexsn.LIF(tau=2.0)), torch.randn(5, 2, 3)
+    nir.write(tmp_path / "net.nir", flexsn.to_nir(net, x))
+    read, calls = nir.read, []
+
+    def locked(*args, **options):
+        calls.append(1)
+        if len(calls) < 3:
+            raise BlockingIOError("unable to lock file")
+        return read(*args, **options)
+
+    monkeypatch.setattr(nir, "read", locked)
+    torch.testing.assert_close(flexsn.from_nir(tmp_path / "net.nir")(x), net(x))
+    monkeypatch.setattr(nir, "read", lambda *args, **options: (_ for _ in ()).throw(BlockingIOError("unable to lock file")))
+    with pytest.raises(InterchangeError, match="unable to lock file"):
+        flexsn.from_nir(tmp_path / "net.nir")
