@@ -45,14 +45,14 @@ class OverTime(nn.Module):
         training = tuple([m.training for m in modules])
         why = self._reasons.get(training) or _refused(modules)
         if why is None:
-            before = _Before(modules)
+            before, versions = _Before(modules), _versions(given)
             try:
                 results = self._at_once(T, given, modules, before)
             except Exception as error:  # whatever it is: the loop raises what the user's own step does
                 before.restore()
                 if current_backward() >= 0:  # an activation checkpoint runs the call again, and stops it when it has what it needs
                     raise
-                if isinstance(error, StaleStateError):
+                if isinstance(error, StaleStateError) or _versions(given) != versions:  # a loop would go on from what is written
                     raise
                 why = error if isinstance(error, StepByStepError) else StepByStepError(_told(error))
                 results = self._step_by_step(T, given, why)
@@ -153,6 +153,11 @@ _READS = ("data-dependent", "data pointer", ".item()", "must only return Tensors
 def _told(error: Exception) -> str:
     text = str(error)
     return "a step reads values into Python" if any(words in text for words in _READS) else f"{type(error).__name__}: {text}"
+
+
+def _versions(tree: Any) -> list[int]:
+    """Return how often inputs have been written to."""
+    return [x._version for x in leaves(tree) if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def _at(t: int, inputs: Any) -> Any:

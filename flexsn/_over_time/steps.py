@@ -115,13 +115,27 @@ class AllSteps(TorchFunctionMode, Walk):
         self.left: dict[Any, tuple[bool, Sequence[Tensor], list[Tensor] | None]] = {}
         self.watched: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         for neuron in neurons:
-            neuron.__dict__.update(states=_NotYet(), state_seqs=_NotYet())
+            self.hide(neuron)
 
     def neuron(self, neuron: Any, inputs: Sequence[Tensor]) -> Any:
         if neuron in self.left or neuron not in self.carried:
             what = "called twice in a step" if neuron in self.left else "no module of the network"
             raise StepByStepError(f"a {type(neuron).__name__} is {what}")
         return handle_torch_function(_run_neuron, (), self, neuron, *inputs)
+
+    def hide(self, neuron: Any) -> None:
+        """Have reads of what a neuron carries raise; of one that carries nothing, which other threads may call, nothing is written."""
+        own = neuron.__dict__
+        own["states"] = _NotYet() if neuron.stateful else own["states"]
+        own["state_seqs"] = _NotYet() if neuron.store_state_seqs else own["state_seqs"]
+
+    def show(self, neuron: Any) -> None:
+        """Put back what a neuron carried."""
+        if neuron.stateful and type(neuron.__dict__["states"]) is not _NotYet:
+            raise StepByStepError("a step resets a neuron, or sets its states")
+        states, sequences = self.carried[neuron]
+        neuron.__dict__.update({"states": states} if neuron.stateful else {})
+        neuron.__dict__.update({"state_seqs": sequences} if neuron.store_state_seqs else {})
 
     def step_of(self, whole: Tensor) -> Step:
         """Return what stands for one step of a sequence."""
@@ -139,10 +153,8 @@ class AllSteps(TorchFunctionMode, Walk):
 
     def finish(self) -> None:
         """Have the neurons carry their states."""
-        if any(type(neuron.__dict__["states"]) is not _NotYet for neuron in self.carried):
-            raise StepByStepError("a step resets a neuron, or sets its states")
-        for neuron, (states, sequences) in self.carried.items():
-            neuron.__dict__.update(states=states, state_seqs=sequences)
+        for neuron in self.carried:
+            self.show(neuron)
             if neuron in self.left:
                 ends(neuron, *self.left[neuron])
         for output, see in self.watched:
@@ -216,14 +228,11 @@ class _NotYet(list):
 
 def _run_neuron(walk: AllSteps, neuron: Any, *inputs: Tensor) -> Any:
     """Run a neuron over sequences."""
-    own = neuron.__dict__
-    if type(own["states"]) is not _NotYet:
-        raise StepByStepError("a step resets a neuron, or sets its states")
-    own["states"], own["state_seqs"] = walk.carried[neuron]
+    walk.show(neuron)
     anew, states = begins(neuron, inputs)
     outputs, finals, sequences = neuron.run(tuple(inputs), states, neuron.store_state_seqs)
     walk.left[neuron] = anew, finals, sequences
-    own["states"] = own["state_seqs"] = _NotYet()
+    walk.hide(neuron)
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 

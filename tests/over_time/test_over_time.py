@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -470,3 +471,25 @@ def test_inputs_by_name(count):
         warnings.simplefilter("ignore", flexsn.errors.FallbackWarning)
         y = flexsn.over_time(Scaled())(x, gain=gain, shift=1.0)
     torch.testing.assert_close(y, flexsn.LIF()(x) * gain + 1.0)
+
+
+def test_an_input_that_was_written_to_is_not_run_again():
+    class Writing(nn.Module):
+        def forward(self, x):
+            x.mul_(2.0)
+            return x if x.sum() > 0 else -x
+
+    x = torch.ones(3, 2)
+    with pytest.raises(RuntimeError, match="data-dependent"):
+        flexsn.over_time(Writing())(x)
+    assert torch.equal(x, torch.full((3, 2), 2.0))
+
+
+def test_threads_share_a_network_that_carries_nothing():
+    network = nn.Sequential(nn.Linear(4, 8), flexsn.LIF(tau=2.0, stateful=False), nn.Linear(8, 3))
+    over_time, xs = flexsn.over_time(network, strict=True), [torch.randn(6, 2, 4) for _ in range(64)]
+    expected = [network(x) for x in xs]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(over_time, xs))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert network[1].states is None
