@@ -44,6 +44,7 @@ from ..errors import (
     UnsupportedOpError,
 )
 from ..module import FlexSN
+from ..neurons.recurrent import Recurrent
 from .dependency import drawing_of
 from .hoisted import hoisted_ops, op_of
 from .measure import Others, beside_copies
@@ -102,8 +103,9 @@ def _explain_network(network: nn.Module, example: Sequence[Tensor], backend: str
     """A copy of the network runs once; the inputs of each of its neurons are examples for them."""
     network = copy.deepcopy(network)
     calls: dict[str, tuple[FlexSN, tuple[Tensor, ...]]] = {}
+    held = {id(m.neuron) for m in network.modules() if isinstance(m, Recurrent)}  # which calls it not
     for name, module in network.named_modules():
-        if isinstance(module, FlexSN):
+        if isinstance(module, FlexSN) and id(module) not in held:
             module.reset()
             module.register_forward_pre_hook(_Noting(calls, name))
     with torch.no_grad(), unsaid():
@@ -208,6 +210,7 @@ def _outline(subject: Subject, call: Call | None, problem: Problem | None) -> Re
     return Report(
         core=subject.sig.core, where=where, source=source, operands=_operands(subject, call), T=subject.inputs[0].shape[0],
         step_shape=tuple(step), device=str(device), choice=_choice(subject, problem), machine=machine_facts(), problem=problem,
+        pieces=subject.around,
     )  # fmt: skip
 
 
@@ -250,7 +253,10 @@ def _choice(subject: Subject, problem: Problem | None) -> Choice:
     if isinstance(subject.seen.wrap, InnerLayout):
         why += "; values along an inner dim are states, inputs and outputs of their own, and added from the first to the last"
     if subject.around:
-        why += f"; it runs what is shown here. The core in pieces: {subject.around}"
+        calls = [(p.name, "once, on the whole sequence") for p in subject.around]
+        calls += [(p.name, "at every step") for piece in subject.around for p in piece.parts]
+        told = "; ".join(dict.fromkeys(f"`{name}` runs {when}" for name, when in calls if name))
+        why += f"; the core runs in pieces, of which one is shown here. {told}"
     return Choice(name, why, True, others)
 
 

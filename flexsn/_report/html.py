@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import as_shown
 from .measure import disturbance
 from .model import Facts, Op, Pass, SourceLine
-from .svg import draw
+from .svg import draw, draw_pieces
 from .text import COLUMNS, cost_row, op_words, operand_words
 from .words import launch_words, short
 
@@ -37,6 +37,9 @@ def _article(title: str, report: Facts, number: int) -> str:
     sections = [
         _heading(title, report),
         _problem(report),
+        _section(
+            "Pieces", _pieces(report, number), "In the order in which they run. Dashed: to the next step. What follows is of one of them."
+        ),
         _section("Inputs, states, outputs", _drawing(report, number), "Which values of a step depend on which. Dashed: to the next step."),
         _section("Core", _source(report), _LEGEND),
         _section(
@@ -53,6 +56,10 @@ def _article(title: str, report: Facts, number: int) -> str:
 
 def _drawing(report: Facts, number: int) -> str:
     return "" if report.drawing is None else draw(report.drawing, f"Dependencies of {report.core}", str(number))
+
+
+def _pieces(report: Facts, number: int) -> str:
+    return draw_pieces(report.pieces, f"Pieces of {report.core}", f"{number}-pieces") if report.pieces else ""
 
 
 def _section(title: str, body: str, note: str = "") -> str:
@@ -240,6 +247,8 @@ svg text { font: 12px ui-monospace, "DejaVu Sans Mono", monospace; fill: var(--i
 svg rect { fill: var(--tint); stroke: var(--soft); stroke-width: 1.2; }
 svg .input rect { stroke: var(--input); } svg .state rect, svg .next rect { stroke: var(--state); }
 svg .param rect { stroke: var(--param); } svg .output rect { stroke: var(--output); }
+svg .loop-head rect { fill: none; stroke: var(--state); } svg .call rect { stroke: var(--param); }
+svg .soft { fill: var(--soft); }
 svg .edge { fill: none; stroke: var(--soft); stroke-width: 1.2; }
 svg .loop { fill: none; stroke: var(--state); stroke-width: 1.2; stroke-dasharray: 5 4; }
 svg .tip { fill: var(--soft); }

@@ -131,6 +131,31 @@ class Drawing:
     edges: list[tuple[str, str]] = field(default_factory=list)
 
 
+@dataclass
+class Piece:
+    """What runs of a core that mixes neurons: a call, a kernel, or a loop over time.
+
+    Attributes:
+        number: `2`, or `2.1` in a loop.
+        name: of the function that it calls; "" of a kernel, or a loop.
+        text, why: what it does, and why there, in sentences.
+        lines: the user's, `file:number: text`.
+        takes: names of what it takes, each with the number of the piece that gives it ("" for an input): for what the step before gave, it
+            is no earlier one.
+        outputs: those of the core that it gives.
+        parts: of a loop, in the order in which they run at every step.
+    """
+
+    number: str
+    name: str = ""
+    text: str = ""
+    why: str = ""
+    lines: tuple[str, ...] = ()
+    takes: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
+    parts: list[Piece] = field(default_factory=list)
+
+
 @dataclass(repr=False)
 class Facts:
     """What flexsn makes of one core, for operands like those of one call.
@@ -140,6 +165,7 @@ class Facts:
         T, step_shape, neurons: sizes of the example; `neurons` is the number of elements of `step_shape`.
         device: of the operands.
         problem: why the core cannot be fused, or None. Without a graph the lists below are empty.
+        pieces: of a core that mixes neurons, in the order in which they run; what follows is of one of them.
         captured: ops of the core, in order.
         prologue: ops that run once per call before the kernels, by PyTorch; `epilogue`: after the backward.
         graph, vjp: the step and its derivative over the closed op set, as text.
@@ -158,6 +184,7 @@ class Facts:
     choice: Choice
     machine: dict[str, str]
     problem: Problem | None = None
+    pieces: list[Piece] = field(default_factory=list)
     captured: list[Op] = field(default_factory=list)
     prologue: list[Op] = field(default_factory=list)
     epilogue: list[Op] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .html import page
 from .model import Facts
-from .svg import draw
+from .svg import draw, draw_pieces
 from .text import report_text
 
 
@@ -60,6 +60,10 @@ class Report(Printable, Facts):
             ident: one that no other drawing on the page has.
         """
         return None if self.drawing is None else draw(self.drawing, f"Dependencies of {self.core}", ident)
+
+    def pieces_svg(self, ident: str = "0") -> str | None:
+        """A drawing of the pieces of a core that mixes neurons, as an `<svg>` element; None of any other core."""
+        return draw_pieces(self.pieces, f"Pieces of {self.core}", ident) if self.pieces else None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, and what follows from them, as JSON takes it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -19,6 +19,8 @@ from .._operator.mixing.cut import Cut
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN
+from .dependency import pieces_of
+from .model import Piece
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Subject:
     backend: str
     num_outputs: int | None = None
     bare: bool = False
-    around: str = ""
+    around: list[Piece] = field(default_factory=list)
 
     @property
     def captured(self) -> dict[str, Tensor]:
@@ -101,7 +103,7 @@ def of_segment(subject: Subject, look: CapturedValues) -> Subject:
     pairs = [(subject.states[k], segment.meta_of(("v", k, 0))) for k in segment.states]
     states = tuple([first.new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs])
     seen = look.wrapped(segment)
-    changed: dict[str, Any] = {"inputs": inputs, "states": states, "num_outputs": len(segment.gives), "around": str(cut)}
+    changed: dict[str, Any] = {"inputs": inputs, "states": states, "num_outputs": len(segment.gives), "around": pieces_of(cut)}
     return dataclasses.replace(subject, sig=segment.signature, seen=seen, **changed)
 
 

@@ -1,13 +1,17 @@
-"""A small writer of layered drawings: operands at the left, what a step returns at the right, a loop for every state."""
+"""A small writer of layered drawings: operands at the left, what a step returns at the right, a loop for every state; and of the pieces of
+a core that mixes neurons, from top to bottom."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import textwrap
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 
-from .model import Drawing
+from .model import Drawing, Piece
+from .words import placed
 
 _CHARACTER, _HEIGHT, _GAP, _LANE, _MARGIN, _LOOP = 7.4, 28, 18, 64, 16, 8  # pixels
 _LAST = ("output", "next")
@@ -38,6 +42,10 @@ def draw(drawing: Drawing, title: str, ident: str = "0") -> str:
     lines = [_edge([boxes[k] for k in path], ident) for path in paths]
     lines += [_loop(boxes[a], boxes[b], i, bottom, ident) for i, (a, b) in enumerate(loops)]
     lines += [_box(box) for box in boxes.values() if box.kind]
+    return _svg(title, width, height, ident, lines)
+
+
+def _svg(title: str, width: float, height: float, ident: str, lines: list[str]) -> str:
     tip = (
         f'<defs><marker id="{_tip(ident)}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path class="tip" fill="#6b7785" stroke="none" d="M0,0 L8,4 L0,8 z"/></marker></defs>'
@@ -146,3 +154,100 @@ def _box(box: Box) -> str:
         f'<g class="{box.kind}"><rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{_HEIGHT}" rx="6"/>'
         f'<text {middle} fill="#6b7785" stroke="none" text-anchor="middle">{escape(box.label)}</text></g>'
     )
+
+
+# --- pieces, from top to bottom -------------------------------------------------------------------------------------------------------
+_LONGEST, _LINE, _SIDE, _TURN = 92, 17, 12, 6  # characters of a line; pixels
+
+
+@dataclass
+class _Row:
+    """A box with lines of text, each with its class: a piece, the frame of a loop, or an input or output of the core.
+
+    Attributes:
+        takes: keys of other rows.
+        inner: whether it is in a loop.
+    """
+
+    kind: str
+    lines: list[tuple[str, str]]
+    takes: list[str] = field(default_factory=list)
+    inner: bool = False
+    x: float = 0.0
+    y: float = 0.0
+    right: float = 0.0
+    bottom: float = 0.0
+
+
+def draw_pieces(pieces: list[Piece], title: str, ident: str = "0") -> str:
+    """An `<svg>` element: a box for every piece, arrows for what it takes of others, and a frame around what a loop runs at every step."""
+    rows = _rows(pieces)
+    at = {key: n for n, key in enumerate(key for key, row in rows.items() if row.kind != "loop-head")}
+    edges = [(a, b) for b, row in rows.items() for a in dict.fromkeys(row.takes)]
+    reach = {a: max(at[b] - at[a] for source, b in edges if source == a) for a, _ in edges}
+    ahead = sorted([a for a in reach if reach[a] > 1], key=reach.__getitem__)  # each has a lane at the right
+    back = [a for a in at if any(source == a and at[b] <= at[a] for source, b in edges)]  # and these, to the next step, at the left
+    side = _SIDE * (len(back) + 2)
+    right, bottom = _stack(list(rows.values()), side)
+    lines = list[str]()
+    for head, row in rows.items():
+        if row.kind == "loop-head":
+            row.bottom = max(r.bottom for key, r in rows.items() if key.startswith(f"{head}.")) + _SIDE
+        lines.append(_written(row))
+    for a, b in edges:
+        source, target, out = rows[a], rows[b], rows[a].bottom - 8
+        beside = [key for key in (ahead if at[b] > at[a] else back) if (key, b) in edges and at[b] != at[key] + 1]
+        into = target.y + (target.bottom - target.y) * (1 + (beside.index(a) if a in beside else 0)) / (len(beside) + 2)
+        if at[b] == at[a] + 1:
+            lines.append(f'<path class="edge" d="M{right - 28:.1f},{source.bottom:.1f} V{target.y:.1f}" marker-end="url(#{_tip(ident)})"/>')
+        elif at[b] > at[a]:
+            lines.append(_around("edge", (source.right, out), right + _SIDE * (ahead.index(a) + 1), (target.right, into), ident))
+        else:
+            lines.append(_around("loop", (source.x, out), source.x - _SIDE * (back.index(a) + 1), (target.x, into), ident))
+    return _svg(title, right + _SIDE * len(ahead) + _MARGIN, bottom, ident, lines)
+
+
+def _rows(pieces: list[Piece]) -> dict[str, _Row]:
+    told = [p for piece in pieces for p in (piece, *piece.parts)]
+    rows = {name: _Row("input", [(name.strip("`"), "")]) for p in told for name, giver in p.takes if not giver}
+    for p in told:
+        lines = [(line, "") for line in textwrap.wrap(f"{p.number}. {p.text}", _LONGEST)]
+        lines += [(line, "soft") for line in textwrap.wrap(p.why, _LONGEST)]
+        lines += [(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}...", "soft") for line in map(placed, p.lines)]
+        kind = "loop-head" if p.parts else "call" if p.name else "kernel"
+        rows[p.number] = _Row(kind, lines, [giver or name for name, giver in p.takes], "." in p.number)
+    return rows | {name: _Row("output", [(name, "")], [p.number]) for p in told for name in p.outputs}
+
+
+def _stack(rows: list[_Row], side: float) -> tuple[float, float]:
+    """Coordinates of all rows; returns the right edge of the boxes, and the height of the drawing."""
+    right = y = float(_MARGIN)
+    for row in rows:  # an arrow passes beside the head of a loop
+        more = 60 if row.kind == "loop-head" else (side + _SIDE) * row.inner
+        right = max(right, _MARGIN + _CHARACTER * max(len(text) for text, _ in row.lines) + 2 * _SIDE + more)
+    for before, row in itertools.pairwise([rows[0], *rows]):
+        y += _SIDE if before.inner and not row.inner else 0
+        width = max(_CHARACTER * len(row.lines[0][0]) + 2 * _SIDE, 56)
+        row.x, row.right = (right - width if row.kind in ("input", "output") else _MARGIN + side * row.inner), right - _SIDE * row.inner
+        row.y, row.bottom = y, y + _LINE * len(row.lines) + _SIDE
+        y = row.bottom + (_GAP if row.kind != "loop-head" else 0)
+    return right, y + _MARGIN
+
+
+def _written(row: _Row) -> str:
+    size = f'x="{row.x:.1f}" y="{row.y:.1f}" width="{row.right - row.x:.1f}" height="{row.bottom - row.y:.1f}"'
+    left = row.x + (_SIDE if row.kind not in ("input", "output") else (row.right - row.x - _CHARACTER * len(row.lines[0][0])) / 2)
+    texts = [
+        f'<text class="{kind}" x="{left:.1f}" y="{row.y + _LINE * (i + 1):.1f}" fill="#6b7785" stroke="none">{escape(text)}</text>'
+        for i, (text, kind) in enumerate(row.lines)
+    ]
+    return f'<g class="{row.kind}"><rect {size} rx="6"/>{"".join(texts)}</g>'
+
+
+def _around(kind: str, start: tuple[float, float], lane: float, end: tuple[float, float], ident: str) -> str:
+    """From the side of a box by a lane beside them to the side of another."""
+    (x, y), (to, into) = start, end
+    h, v = math.copysign(_TURN, lane - x), math.copysign(_TURN, into - y)
+    text = f"M{x:.1f},{y:.1f} H{lane - h:.1f} q{h},0 {h},{v} V{into - v:.1f} q0,{v} {-h},{v} H{to:.1f}"
+    dashes = ' stroke-dasharray="5 4"' if kind == "loop" else ""
+    return f'<path class="{kind}" d="{text}"{dashes} marker-end="url(#{_tip(ident)})"/>'

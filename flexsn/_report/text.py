@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ..errors import as_shown
 from .measure import disturbance
 from .model import Facts, Op, Operand, Pass
-from .words import launch_words, seconds, short, total
+from .words import launch_words, placed, seconds, short, total
 
 _MARKS = {"step": "*", "static": "^", "reduced": "^", "problem": "!"}
 
@@ -14,6 +16,7 @@ def report_text(report: Facts, title: str) -> str:
     sections = [
         _heading(report, title),
         _problem(report),
+        _pieces(report),
         _source(report),
         _dependencies(report),
         _hoisted(report),
@@ -54,6 +57,15 @@ def _problem(report: Facts) -> str:
     lines += [f"  at       {as_shown(p.line)}"] if p.line else []
     lines += [f"  instead  {p.hint}"] if p.hint else []
     return "\n".join(lines)
+
+
+def _pieces(report: Facts) -> str:
+    lines = ["--- pieces (in the order in which they run) ---"]
+    for piece in itertools.chain(*[(whole, *whole.parts) for whole in report.pieces]):
+        indent = "      " if "." in piece.number else "  "
+        lines.append(f"{indent}{piece.number}. {piece.text}")
+        lines += [f"{indent}     {line}" for line in (piece.why, *map(placed, piece.lines)) if line]
+    return "\n".join(lines) if report.pieces else ""
 
 
 def _source(report: Facts) -> str:

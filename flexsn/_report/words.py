@@ -33,6 +33,11 @@ def short(line: str | None) -> str:
     return f"{os.path.basename(file)}:{number}" if file else place
 
 
+def placed(line: str) -> str:
+    """The user's code of such a line after its place."""
+    return f"{short(line)}: {as_shown(line).partition(': ')[2]}"
+
+
 _TOLD = {
     "tile": "tiles of {} neurons", "threads": "{} threads", "scratch_bytes": "{} B of scratch per tile",
     "vector_bits": "vectors of {} bits", "vector_registers": "{} vector registers", "warps": "{} warps", "programs": "{} programs",

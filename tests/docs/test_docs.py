@@ -213,9 +213,14 @@ def test_own_neuron_runs():
     assert names["neuron"].core.w_alpha.grad.abs().sum() > 0
 
 
-def test_recurrent_networks_run():
-    names = run_snippets("recurrent.md")
-    assert 0 < names["spikes"].mean() < 1
+def test_recurrent_networks_run(tmp_path):
+    page = (ROOT / "docs" / "recurrent.md").read_text()
+    blocks, file, names = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL), tmp_path / "core.py", {}
+    file.write_text("\n".join(blocks))  # whose lines the report shows
+    exec(compile(file.read_text(), file, "exec"), names)
+    assert 0 < names["spikes"].mean() < 1 and names["drawing"].startswith("<svg")
+    (shown,) = re.findall(r"<!-- report: pieces -->\n```\n(.*?)\n```", page, flags=re.DOTALL)
+    assert re.search(r"--- pieces .*? ---\n(.*?)\n\n", str(names["report"]), flags=re.DOTALL)[1] == shown
     assert names["y"].shape == (20, 4, 8) and names["network"].conv.weight.grad.abs().sum() > 0
 
 

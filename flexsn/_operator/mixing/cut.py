@@ -8,8 +8,8 @@ core of their own; a recurrence that mixes is a loop over stages.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from ..._capture.inner import MIXES
 from ..._capture.signature import Signature
 from ..._capture.trace import Meta, recording, trace
+from ..._ir.identifiers import assigned_name
 from ...errors import FlexSNError, NotElementwiseError
 from .mixing_calls import Answering, Mixing, Place, Segment, name_of, tensors_in
 
@@ -82,6 +83,8 @@ class Cut:
         same: outputs that are what a piece gives or takes, as it is.
         shared: what pieces take of others.
         outputs, calls: how many there are, of PyTorch's functions all.
+        needs, lines: of all that is computed: from which inputs, states and results of mixing calls, and on which of the user's lines.
+        names: the user's, of operands of mixing calls that have a name.
     """
 
     sig: Signature
@@ -92,6 +95,9 @@ class Cut:
     shared: frozenset[Place]
     outputs: int
     calls: int
+    needs: Mapping[Place, frozenset[Place]] = field(compare=False, repr=False)
+    lines: Mapping[Place, frozenset[str]] = field(compare=False, repr=False)
+    names: Mapping[Place, str] = field(compare=False, repr=False)
 
     def __call__(self, core: Callable) -> Callable:
         return core
@@ -106,23 +112,6 @@ class Cut:
         """The segment that advances states of the last recurrence; of the last scan if there is none."""
         loops = [piece.stages[-1].segments[-1] for piece in self.pieces if isinstance(piece, Recurrence)]
         return [*[piece.segment for piece in self.pieces if isinstance(piece, Scan)], *loops][-1]
-
-    def __str__(self) -> str:
-        return "; ".join(filter(None, map(self._told, self.pieces)))
-
-    def _told(self, piece: Piece) -> str:
-        if isinstance(piece, Scan):
-            names = ", ".join(f"`{self.sig.state_names[k]}`" for k in piece.segment.states)
-            return f"a kernel over the whole sequence for {names}" if names else ""
-        if isinstance(piece, AtOnce):
-            return self._call(piece.call, "once, on the whole sequence")
-        return "; ".join(self._call(j, "at every step") for j in piece.calls)
-
-    def _call(self, j: int, when: str) -> str:
-        call = self.mixing[j]
-        names = {"x": lambda k: f"`{self.sig.names[k]}`", "v": lambda k: f"`{self.sig.state_names[k]}`", "m": lambda k: f"`mixed_{k}`"}
-        of = ", ".join(names.get(kind, lambda k: "what is computed before it")(k) for kind, k, _ in call.operands)
-        return f"`mixed_{j}`, `{call.name}` of {of}, {when} ({call.line})"
 
 
 def take_apart(
@@ -197,12 +186,16 @@ def take_apart(
         if k < outs and node in place_of and place_of[node][0] != "v":
             same.append((place, place_of[node]))
     computed = {place: node for place, node in node_of.items() if place[0] in "nya"}
-    needs = {place: _needs(node, place_of) for place, node in computed.items()}
+    needs, lines = dict[Place, frozenset[Place]](), dict[Place, frozenset[str]]()
+    for place, node in computed.items():
+        needs[place], lines[place] = _needs(node, place_of)
+    operands_of = [(place, node) for place, node in computed.items() if place[0] == "a"]
+    names = {place: name for place, node in operands_of if (name := _name(node, mixing[place[1]].line))}
     shapes = {place: tuple(node.meta["val"].shape) for place, node in computed.items()}
     maker = _Maker(sig, tuple(metas[:ins]), tuple(mixing), needs, shapes, {place for place, _ in same})
     pieces = maker.pieces()
     shared = {place for _, place in same}.union(*[_taken(piece, mixing) for piece in pieces])
-    return Cut(sig, tuple(metas[:ins]), tuple(mixing), tuple(pieces), tuple(same), frozenset(shared), outs, calls)
+    return Cut(sig, tuple(metas[:ins]), tuple(mixing), tuple(pieces), tuple(same), frozenset(shared), outs, calls, needs, lines, names)
 
 
 def _taken(piece: Piece, mixing: Sequence[Mixing]) -> set[Place]:
@@ -212,8 +205,8 @@ def _taken(piece: Piece, mixing: Sequence[Mixing]) -> set[Place]:
     return set(piece.segment.takes) if isinstance(piece, Scan) else piece.taken(mixing)
 
 
-def _needs(node: fx.Node, place_of: dict[fx.Node, Place]) -> frozenset[Place]:
-    """Return what a value is computed from: inputs, states and results of mixing calls."""
+def _needs(node: fx.Node, place_of: dict[fx.Node, Place]) -> tuple[frozenset[Place], frozenset[str]]:
+    """Return what a value is computed from, inputs, states and results of mixing calls, and on which lines."""
     seen, todo, found = set[fx.Node](), [node], set[Place]()
     while todo:
         now = todo.pop()
@@ -222,7 +215,13 @@ def _needs(node: fx.Node, place_of: dict[fx.Node, Place]) -> frozenset[Place]:
         elif now not in seen:
             seen.add(now)
             todo += now.all_input_nodes
-    return frozenset(found)
+    return frozenset(found), frozenset([line for now in seen if now.meta["kind"] == "step" and (line := now.meta.get("line"))])
+
+
+def _name(node: fx.Node, call: str) -> str | None:
+    """Return the user's name of an operand: of the last value of a line of its own, not that of the call."""
+    line = node.meta.get("line")
+    return None if line == call or any(user.meta.get("line") == line for user in node.users) else assigned_name(node)
 
 
 class _Maker:

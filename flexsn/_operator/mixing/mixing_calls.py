@@ -242,5 +242,6 @@ def mixing_functions(
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a function of PyTorch."""
-    return getattr(func, "__name__", str(func))
+    """Return the name of a function of PyTorch, or of an attribute (`T`)."""
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name == "__get__" else name
