@@ -98,6 +98,7 @@ class Program:
         """Return the rows of states that a forward stores: exact where T is a number, an upper bound where it is symbolic."""
         if is_symbolic(T):
             return T // self.chunk + 2  # never 0 or 1, which PyTorch would make a case of its own
+        T = int(T)  # which a trace may have found to be a number
         return plan.checkpoints(T, self.backend.chunk_for(self.chunk, T), self.chunk)
 
     def plan_of(self, direction: str, *flags: Any) -> plan.Plan:

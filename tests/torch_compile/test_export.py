@@ -167,6 +167,24 @@ def test_a_core_under_two_names(strict):
     torch.testing.assert_close(gradient(found, program), gradient(want, net))
 
 
+def test_steps_whose_number_a_trace_finds():
+    """PyTorch's `layer_norm` under `vmap` makes numbers of all sizes: a dynamic T is PyTorch's error, and one that may be static runs."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x):
+            return flexsn.scan(lif, (torch.vmap(self.norm)(x),), (torch.zeros(3, 8),), (torch.tensor(2.0), torch.tensor(1.0))).outputs[0]
+
+    net, x = Net(), torch.randn(12, 3, 8)
+    with pytest.raises(Exception, match="marked T as dynamic but your code specialized it to be a constant"):
+        export(net, (x,), dynamic_shapes=({0: Dim("T")},), strict=False)
+    program = export(net, (x,), dynamic_shapes=({0: Dim.AUTO},), strict=False).module()
+    assert torch.equal(program(x), net(x)) and net(x).any()
+
+
 @STRICT
 def test_a_batch_stays_dynamic_beside_smaller_states(strict):
     class Net(nn.Module):
