@@ -133,3 +133,11 @@ def without_graph_caches():
 
     with inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False), functorch_config.patch(enable_autograd_cache=False):
         yield
+
+
+def check_mixing(core, inputs, states, params, scale=1.0, tolerance=None, **options):
+    """Compare a core that mixes neurons with the eager loop."""
+    fused, grads = evaluate(core, inputs, states, params, backend="auto", **options)
+    eager, want = evaluate(core, inputs, states, params, backend="torch", **options)
+    assert_same_values(fused, eager, exact=False, tolerance=tolerance)
+    assert_same_grads(grads, want, scale)

@@ -1,4 +1,4 @@
-"""Random cores with calls that mix neurons (`s @ w`, `linear(s)`, `conv1d(s)`, `s.mean(-1)`), of inputs and states, judged in float64.
+"""Random cores with calls that mix neurons (`s @ w`, `linear(s)`, `conv1d(s)`, `s.mean(-1)`, `layer_norm`, `cat`, `chunk`), of inputs and states, judged in float64.
 
 What such a call gives is PyTorch's to rounding, so results are compared within it; values are kept from growing, and thresholds are as
 unlikely to be met within rounding as two random numbers are to be equal. A case is data, as any other: it prints itself as a script.
@@ -17,6 +17,7 @@ import torch
 from helpers import assert_same_grads, assert_same_values
 
 import flexsn
+from flexsn._operator.fallback import unsaid
 from flexsn._plan.plan import KernelPlan
 from flexsn._program import cache as caching
 from flexsn._runtime.backends import BACKENDS
@@ -35,6 +36,10 @@ OF_ROWS = {
     "@": ("{0} @ {1}", "ho"), "@ transposed": ("{0} @ {1}.t()", "oh"), "matmul": ("torch.matmul({0}, {1})", "ho"),
     "linear": ("F.linear({0}, {1})", "oh"), "linear with bias": ("F.linear({0}, {1}, {2})", "oh o"),
     "computed weights": ("{0} @ (0.5 * {1} * {1}.tanh())", "ho"),
+    "norm": ("0.5 * F.layer_norm({0} @ {1}, {1}.shape[1:], eps=0.1)", "ho"),
+    "norm with weights": ("F.layer_norm(F.linear({0}, {1}), {2}.shape, {2}, {3}, 0.1)", "oh o o"),
+    "part of joined": ("torch.cat([{0}, {0} @ {1}], -1)[..., {1}.shape[0] :]", "ho"),
+    "gates": ("torch.mul(*torch.cat([{0} @ {1}, {0} @ {2}], -1).chunk(2, -1))", "ho ho"),
 }  # fmt: skip
 WITHIN = {  # which give what broadcasts with their operand, of rows and images alike
     "mean over the last dim": "{0}.mean(-1, keepdim=True)", "mean": "{0}.mean()", "largest": "{0}.amax(-1, keepdim=True)",
@@ -170,7 +175,7 @@ def complaints(cases: Sequence[Case], flags: Sequence[str] = batch.FAST_BUILD) -
         BACKENDS["cpp"] = dataclasses.replace(before, start=None)
         with batch.deferred() as kernels:
             for case in cases:
-                with contextlib.suppress(Exception):  # judged later, when it is raised again
+                with contextlib.suppress(Exception), unsaid():  # judged later, when it is raised again
                     runs(case, "auto")
         batch.build(kernels, flags)
         built = {(k.source, *values(k.plan)): k.kernel for k in kernels}

@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 import torch
-from helpers import assert_same_grads, assert_same_values, evaluate, on_cpu
+from helpers import check_mixing, on_cpu
 from torch import nn
 from torch.nn.functional import linear
 
 import flexsn
 from flexsn import surrogate
-from flexsn._operator.mixing import cpu_loop
+from flexsn._operator.mixing.cpp_walk import Walk
 from flexsn.errors import DoubleBackwardError, FallbackWarning, NotElementwiseError, ShapeMismatchError
 
 f32, f64 = torch.float32, torch.float64
@@ -86,13 +86,6 @@ def operands(name, T=7, batch=(3,), dtype=f64):
     starts = [torch.rand(*batch, H, generator=generator, dtype=f64, device="cpu") for _ in range(states)]
     inputs, starts, params = [[t.to(device, dtype) for t in group] for group in ([x], starts, params)]
     return core, inputs, starts, params
-
-
-def check_mixing(core, inputs, states, params, scale=1.0, tolerance=None, **options):
-    fused, grads = evaluate(core, inputs, states, params, backend="auto", **options)
-    eager, want = evaluate(core, inputs, states, params, backend="torch", **options)
-    assert_same_values(fused, eager, exact=False, tolerance=tolerance)
-    assert_same_grads(grads, want, scale)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -200,25 +193,13 @@ def trained(core, x, w, start):
 def test_the_loop_serves_products(width, monkeypatch):
     """Rows of spikes, dense rows, and widths that fill no vector."""
     walked = []
-    own = cpu_loop.Walk.run
-    monkeypatch.setattr(cpu_loop.Walk, "run", lambda self, *, back: (walked.append(back), own(self, back=back))[1])
+    own = Walk.run
+    monkeypatch.setattr(Walk, "run", lambda self, *, back: (walked.append(back), own(self, back=back))[1])
     for dtype, tolerance in ((f32, 1e-5), (f64, 1e-12)):
         for core in (lif, two_products):
             x, w, start = [t.detach().to(dtype) for t in spiking(width)]
             check_mixing(core, [x], [start, start], [w], tolerance=tolerance, scale=10)
     assert walked == [False, True] * 4
-
-
-@on_cpu
-def test_the_same_bits_at_any_number_of_threads():
-    given, before = spiking(40, batch=64), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = trained(lif, *given)
-        torch.set_num_threads(2)
-        assert all(map(torch.equal, alone, trained(lif, *given)))
-    finally:
-        torch.set_num_threads(before)
 
 
 @on_cpu

@@ -14,9 +14,9 @@ from ..._runtime.fork import num_threads
 
 GRAIN = 16384  # neuron-steps that are worth a second thread
 DTYPES = {torch.float32: "float", torch.float64: "double"}
-_LOOP = """// the loop of recurrent {name}s: products of states and weights, then the kernel of one step
+_LOOP = """// the loop of recurrences over {name}s: kernels of one step, products, and what else mixes the values of a row
 #include "recurrent.h"
-FLEXSN_RUN {{ return flexsn::recurrent<{name}>(arrays, numbers, dims, T, N, tile, threads, flag); }}
+FLEXSN_RUN {{ return flexsn::recurrent<{name}>(arrays, dims, T, N, threads, flag); }}
 """
 _OUTER = """// gradients of the weights of recurrent {name}s that are mostly zero
 #include "recurrent.h"

@@ -1,8 +1,10 @@
-"""The walks over time on a CPU: products of states and weights, and the kernel of one step, in a C++ loop (`_runtime/cpp/recurrent.h`).
+"""The walks over time on a CPU, in C++: what a recurrence does in one step is written down as a list of ops (`cpp_walk.py`).
 
-It serves where every mixing call of a state is `s @ w` or `linear(s)` of float32 or float64, as wide as the step. A sequence is walked by
-one thread: rows of spikes drive rows of the weights, other rows go through blocked products. Each sum runs in one order, so the bits are
-the same at any number of threads.
+The ops are the kernels of the segments, products (`s @ w`, `linear(h)`), `layer_norm` over the last dim, and what picks or joins values
+along it (`cat`, `chunk`, indexing). A recurrence that does anything else, or has values whose leading dims differ, walks in Python.
+
+A sequence of the batch is walked by one thread: rows of spikes drive rows of the weights, other rows go through blocked products. Each sum
+runs in one order, so the bits are the same at any number of threads.
 
 What it gains: recurrent LIF layers of 128 to 512 neurons, 100 steps, batch 64, on two cores: inference takes 2.6 to 6.0 times less time
 than a plain loop, a training step 3.3 to 3.8 times less; a training step of a network as for SHD 2.1 times less
@@ -11,220 +13,296 @@ than a plain loop, a training step 3.3 to 3.8 times less; a training step of a n
 
 from __future__ import annotations
 
-import ctypes
-import math
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._ir.roles import Kind, Role
-from ..._runtime import cpp_kernel
-from ..._runtime.fork import num_threads
-from ..._runtime.launch import Launch
 from ..call import Call
 from . import cpp_products
-from .mixing_calls import MixingFunction
+from .cpp_walk import BEFORE, OTHER_SLOT, Array, CannotWalk, Norm, Walk
+from .mixing_calls import Place
+from .moves import Run, moves
 
-Carried = Sequence[tuple[int, int, MixingFunction]]  # mixing calls of states: place among the inputs of the rest, state, call
-
-
-class Back(NamedTuple):
-    """What a walk back over time reads, and what it writes.
-
-    Attributes:
-        inputs: sequences of the rest, the results of mixing calls among them.
-        trail: states after every step.
-        outputs, ends: cotangents of outputs, and of final states.
-        found: to be written: cotangents of the results of the mixing calls of states.
-        fed: to be written: of each state that such a call takes, what flows to it at the start of a step by way of these calls,
-            `[T + 1, ...]`: at the last one, nothing.
-    """
-
-    inputs: Sequence[Tensor]
-    trail: Sequence[Tensor]
-    outputs: Sequence[Tensor | None]
-    ends: Sequence[Tensor | None]
-    found: Sequence[Tensor]
-    fed: dict[int, Tensor]
+Sequences = dict[Place, Tensor]
 
 
-_AT, _BEFORE, _SLOT, _OTHER_SLOT = range(4)  # as `Place::Kind`
-
-
-@dataclass(eq=False)
-class Place:
-    """Where an array lies.
-
-    Attributes:
-        tensor: `[T, *step]`, or two rows `[2, *step]` that take turns; a param.
-        kind: at which row step t finds it: that of t, that of the step before, one of two that take turns, the other one.
-        first: the row at step 0 of `_BEFORE`.
-        param: whether it is the same at all steps, for all sequences.
-    """
-
-    tensor: Tensor
-    kind: int = _AT
-    first: Tensor | None = None
-    param: bool = False
-
-    def pointers(self) -> tuple[int, int]:
-        return self.tensor.data_ptr(), 0 if self.first is None else self.first.data_ptr()
-
-    def strides(self) -> tuple[int, int, int]:
-        size = self.tensor.element_size()
-        return (0, 0, _AT) if self.param else (self.tensor[0].numel() * size if self.tensor.shape[0] > 1 else 0, size, self.kind)
-
-
-@dataclass
-class Product:
-    """Rows of `target` are rows of `source` times `weights`, or these are added to them; `total`: to which they are added in turn."""
-
-    weights: Tensor
-    bias: Tensor | None
-    source: Place
-    target: Place
-    total: Place | None = None
-    adds: bool = False
-
-
-def walk_of(call: Call, launch: Any, prologue: Any, loop: Any, operands: Sequence[Tensor]) -> Walk | None:
-    """Return what walks over the steps of a `Loop` in C++, or None.
-
-    Args:
-        call, launch, prologue: of the rest for one step, what it runs, and what computes the params of that.
-        operands: states, params and captured tensors.
-    """
-    if not isinstance(launch, Launch) or not isinstance(launch.kernel, cpp_kernel.Kernel) or not _takes(call, loop):
+def forward(loop: Any, *, keeps: bool) -> tuple[Sequences, dict[int, Tensor]] | None:
+    """Walk over time as `Loop.forward` does; None if that cannot be."""
+    try:
+        return _Forward(loop, keeps).run()
+    except CannotWalk:
         return None
-    first = loop.states[0]
-    empty = iter([first.new_empty((1, *meta.shape), dtype=meta.dtype) for meta in loop.results])
-    laid_out = call.laid_out([*[next(empty) if x is None else x[:1] for x in loop.inputs], *operands])
-    params = [] if prologue is None else map(prologue(call.named(laid_out)).__getitem__, launch.params)
-    walk = Walk(call, launch, loop.T, [*laid_out, *[None] * (len(launch.roles) - len(laid_out)), *params])
-    return walk if walk.periodic() else None
 
 
-def _takes(call: Call, loop: Any) -> bool:
-    """Return whether all mixing calls of states are products as wide as the step, of one dtype."""
-    step, dtype = call.shapes.step, loop.results[0].dtype
-    if call.order is not None or not call.returned_whole or dtype not in cpp_products.DTYPES or not math.prod(step):
-        return False
-    for (_, k, f), meta in zip(loop.carried, loop.results, strict=True):
-        shapes = [(f.weights, (step[-1], step[-1])), *[(bias, step[-1:]) for bias in f.fixed[1:]], (loop.states[k], step)] if step else []
-        if f.weights is None or meta.shape != step or not step or any(t.dtype is not dtype or t.shape != s for t, s in shapes):
-            return False
-    return True
+def backward(
+    loop: Any, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], grads: Mapping[Place, Tensor | None],
+    ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None],
+) -> tuple[Sequences, dict[int, Tensor]] | None:  # fmt: skip
+    """Walk back over time as `Loop.backward` does; None if that cannot be."""
+    try:
+        return _Backward(loop, computed, trail, grads).run(ends, trails)
+    except CannotWalk:
+        return None
 
 
-class Walk:
-    """A walk over T steps.
+class _Steps:
+    """What a step of a `Loop` computes.
 
-    Args:
-        call, launch: of the rest for one step, and what it runs.
-        given: operands of one step as the launch takes them, from which it reads params.
+    Attributes:
+        walk: its ops.
+        rows: one step of all values, of any values: what calls of one step take.
+        values: where those lie that the loop computes.
     """
 
-    def __init__(self, call: Call, launch: Launch, T: int, given: Sequence[Tensor | None]):
-        self.call, self.launch, self.kernel, self.T = call, launch, launch.kernel, T
-        self.step, self.dims = call.shapes.step, list(launch.dims)
-        if launch.params:
-            given, self.dims = launch.with_indexed(given)
-        operands = dict(zip((*launch.roles, *launch.params), given, strict=False))
-        reads = [a.role for a in self.kernel.plan.reads if a.role.kind is Kind.PARAM]
-        self.reads = {role: Place(tensor, param=True) for role in reads if (tensor := operands.get(role)) is not None}
-        self.writes: dict[Role, Place] = {}
-        self.products: list[Product] = []
+    def __init__(self, loop: Any):
+        start, metas = next(iter(loop.start.values())), [meta for j in loop.piece.calls for meta in loop.mixing[j].results]
+        dtype, lead = metas[0].dtype, start.shape[:-1]
+        metas += loop.start.values()
+        if dtype not in cpp_products.DTYPES or not start.dim() or any(m.dtype is not dtype or m.shape[:-1] != lead for m in metas):
+            raise CannotWalk
+        self.loop, self.walk, self.rows = loop, Walk(loop.T, lead, dtype), loop.first_rows()
+        self.values: dict[Place, Array] = {}
 
-    def periodic(self) -> bool:
-        """Return whether params are the same for every sequence."""
-        pairs = zip(self.dims[::2], self.dims[1::2], strict=True)
-        return all(count == 1 or self.step[-1] % (inner * count) == 0 for inner, count in pairs)
+    def reads(self, step: Any, call: Call) -> tuple[dict[Role, Array], int]:
+        """Return what a segment reads of its inputs and states, and its width."""
+        width = call.shapes.step[-1] if call.shapes.step else 0
+        takes = [self.values[p] if p in self.values else self.walk.rows_of(self.loop.known[p], width) for p in step.segment.takes]
+        states = [self.values["v", k, 0] for k in step.segment.states]
+        return {Role(Kind.INPUT, n): a for n, a in enumerate(takes)} | {Role(Kind.STATE, n): a for n, a in enumerate(states)}, width
 
-    def rows(self, sequence: Tensor) -> Tensor:
-        """Return a sequence `[T, *step]` in dense memory."""
-        T, *own = sequence.shape
-        return sequence.reshape(T, *[1] * (len(self.step) - len(own)), *own).expand(T, *self.step).contiguous()
+    def mixing(self, j: int) -> tuple[list[Array], Tensor | Norm | list[list[Run]]]:
+        """Return the operands of a mixing call; and weights of a product, what a norm computes with, or the runs of values that results are
+        made of."""
+        sources, f = list[Array](), self.loop.mix[j]
+        for p in self.loop.mixing[j].operands:
+            if p not in self.values and self.loop.known[p].shape[1:-1] != self.walk.lead:
+                raise CannotWalk
+            sources.append(self.values[p] if p in self.values else self.walk.rows_of(self.loop.known[p], self.loop.known[p].shape[-1]))
+            if sources[-1].tensor.dtype is not self.walk.dtype:
+                raise CannotWalk
+        kind = f.weights
+        kind = kind if kind is not None else Norm.of(f, sources[0].width, self.walk.dtype)
+        kind = kind if kind is not None else moves(f, self.walk.lead, [source.width for source in sources])
+        if kind is None:
+            raise CannotWalk
+        return sources, kind
 
-    def slots(self, row: Tensor, slot: int) -> Tensor:
-        """Return two rows that take turns, one of which starts as `row`."""
-        made = row.new_empty((2, *self.step))
-        made[slot] = row
-        return made
+    def views(self, j: int, results: Tensor | Norm | list[list[Run]]) -> bool:
+        """Return whether the results of a call are parts of the rows of what the loop computed."""
+        operands = self.loop.mixing[j].operands
+        return isinstance(results, list) and len(operands) == 1 and operands[0][0] in "am" and all(len(runs) == 1 for runs in results)
 
-    def run(self, *, back: bool) -> bool:
-        """Walk; False, and nothing ran, if an array of the step has no place."""
-        plan = self.kernel.plan
-        listed: list[Place | None] = [self.reads.get(a.role) for a in plan.reads] + [self.writes.get(a.role) for a in plan.writes]
-        kinds = [a.kind for a in (*plan.reads, *plan.writes)]
-        if any(place is None and kind != "checkpoint" for place, kind in zip(listed, kinds, strict=True)):
-            return False
-        for product in self.products:
-            listed += [p for p in (product.source, product.target, product.total) if p is not None and not any(p is q for q in listed)]
-        at = {id(place): k for k, place in enumerate(listed) if place is not None}
-        weights = [(p.weights.contiguous(), None if p.bias is None else p.bias.contiguous()) for p in self.products]
-        pointers, dims = (
-            [ctypes.cast(self.kernel.run_pointer, ctypes.c_void_p).value],
-            [len(listed), len(self.products), len(self.dims), *self.dims],
-        )
-        for place in listed:
-            pointers += (0, 0) if place is None else place.pointers()
-            dims += (0, 0, _AT) if place is None else place.strides()
-        for product, (w, b) in zip(self.products, weights, strict=True):
-            pointers += (w.data_ptr(), 0 if b is None else b.data_ptr())
-            total = -1 if product.total is None else at[id(product.total)]
-            dims += (at[id(product.source)], at[id(product.target)], total, product.adds)
-        loop = cpp_products.loop(self.products[0].weights.dtype)
-        width = self.step[-1]
-        sequences = math.prod(self.step[:-1])
-        threads = min(num_threads(), sequences) if self.T * sequences * width >= cpp_products.GRAIN else 1
-        arrays, sizes = struct.pack(f"={len(pointers)}Q", *pointers), struct.pack(f"={len(dims)}q", *dims)
-        if loop.run_pointer(arrays, self.kernel.numbers, sizes, self.T, sequences, width, threads, back):
-            raise MemoryError("flexsn: no memory for the scratch rows of a tile")
-        return True
 
-    def forward(self, loop: Any, *, keeps: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]] | None:
-        """Walk over time; return outputs, final states and the results of the mixing calls of states, or None if it cannot.
+class _Forward(_Steps):
+    """A walk; `keeps` as `Loop.forward` has it."""
+
+    def __init__(self, loop: Any, keeps: bool):
+        super().__init__(loop)
+        self.keeps, self.after, self.ends = keeps, dict[int, Array](), dict[int, Tensor]()
+        taken = {p for steps in loop.steps for step in steps for p in step.segment.takes}
+        self.befores = sorted({("v", k, 0) for k in loop.start} & taken) if keeps else []
+        for k, start in loop.start.items():
+            if ("v", k, 0) in self.befores:
+                whole = self.walk.new(start.shape[-1], loop.T + 1).tensor
+                whole[0] = start.reshape(whole[0].shape)
+                self.values["v", k, 0], self.after[k], self.ends[k] = Array(whole[:-1]), Array(whole[1:]), whole[loop.T]
+            else:
+                two = self.values["v", k, 0] = self.walk.turns(start, 0)
+                self.after[k], self.ends[k] = Array(two.tensor, OTHER_SLOT), two.tensor[loop.T & 1]
+
+    def run(self) -> tuple[Sequences, dict[int, Tensor]]:
+        loop, walk = self.loop, self.walk
+        for stage, steps in zip(loop.piece.stages, loop.steps, strict=True):
+            for step in steps:
+                self.segment(step)
+            for j in stage.calls:
+                self.call(j)
+        walk.run(back=False)
+        kept = [*[p for p in loop.mixed if p[1] not in loop.views], *self.befores] if self.keeps else []
+        found = {p: walk.shaped(self.values[p].tensor) for p in (*loop.gives, *kept)}
+        return found, {k: end.reshape(loop.start[k].shape) for k, end in self.ends.items()}
+
+    def segment(self, step: Any) -> None:
+        call, statics = step.call(self.rows, trains=False)
+        reads, width = self.reads(step, call)
+        dtypes = {role: dtype for role, _, dtype in call.launch.writes}
+        writes = {Role(Kind.STATE, n): self.after[k] for n, k in enumerate(step.segment.states)}
+        for p, role in zip(step.segment.gives, call.results, strict=False):
+            rows = self.loop.T if self.keeps or p in self.loop.gives else 1
+            self.values[p] = writes[role] = self.walk.new(width, rows, dtypes[role])
+            self.rows[p] = self.walk.shaped(self.values[p].tensor[:1])
+        self.walk.kernel(call, call.launch, call.prologue, step.operands(self.rows, statics), reads, writes)
+
+    def call(self, j: int) -> None:
+        sources, kind = self.mixing(j)
+        places, rows = self.loop.results_of[j], self.loop.T if self.keeps else 1
+        if isinstance(kind, list):
+            for p, runs in zip(places, kind, strict=True):
+                if self.views(j, kind):
+                    self.loop.views.add(j)
+                    self.values[p] = sources[0].part(runs[0].start, runs[0].width)
+                    continue
+                target = self.values[p] = self.walk.new(sum(run.width for run in runs), rows)
+                for run in runs:
+                    self.walk.copy(sources[run.operand].part(run.start, run.width), target.part(run.at, run.width))
+            return
+        target = self.values[places[0]] = self.walk.new(self.loop.mixing[j].results[0].shape[-1], rows)
+        if isinstance(kind, Norm):
+            self.walk.norm(sources[0], target, kind)
+        else:
+            self.walk.product(sources[0], target, kind, *self.loop.mix[j].fixed[1:])
+
+
+class _Backward(_Steps):
+    """A walk back.
+
+    Attributes:
+        flows: cotangents, by place; those of a view's results are parts of that of its operand.
+        written: which parts of them something was written to.
+    """
+
+    def __init__(
+        self, loop: Any, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], grads: Mapping[Place, Tensor | None]
+    ):  # fmt: skip
+        super().__init__(loop)
+        self.computed, self.trail, self.grads = computed, trail, grads
+        self.rows |= {p: t[:1] for p, t in computed.items()}
+        self.values = {p: self.walk.rows_of(t, t.shape[-1]) for p, t in computed.items()}
+        for k, start in loop.start.items():
+            after = self.walk.rows_of(trail[k], start.shape[-1]).tensor.contiguous()
+            self.values["v", k, 0] = Array(after, BEFORE, start.reshape(after.shape[1:]).contiguous())
+        self.flows, self.written = dict[Place, Array](), dict[Place, list[range]]()
+        self.part_of: dict[Place, tuple[Place, int]] = {}
+        for j in loop.piece.calls:
+            _, kind = self.mixing(j)
+            if self.views(j, kind) and isinstance(kind, list):
+                operand = loop.mixing[j].operands[0]
+                self.part_of |= {p: (operand, runs[0].start) for p, runs in zip(loop.results_of[j], kind, strict=True)}
+        for p in loop.mixed:
+            if (given := grads.get(p)) is not None:
+                whole, _ = self.whole(p)
+                if whole not in self.written:
+                    self.flow(whole).tensor.zero_()
+                    self.written[whole] = [range(self.width(whole))]
+                self.flow(p).tensor.add_(self.walk.rows_of(given, given.shape[-1]).tensor)
+
+    def run(self, ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None]) -> tuple[Sequences, dict[int, Tensor]]:
+        loop, walk, before, last = self.loop, self.walk, dict[int, Array](), (self.loop.T - 1) & 1
+        for step in loop.steps[-1]:
+            flow, writes = dict[Role, Array](), dict[Role, Array]()
+            for n, k in enumerate(step.segment.states):
+                role = Role(Kind.STATE_GRAD, n)
+                flow[role] = walk.turns(torch.zeros_like(loop.start[k]) if (g := ends[k]) is None else g, last)
+                before[k] = writes[role] = Array(flow[role].tensor, OTHER_SLOT)
+                if (by := trails[k]) is not None:
+                    walk.copy(walk.rows_of(by, by.shape[-1]), flow[role], adds=True)
+            for n, p in enumerate(step.segment.gives):
+                if (given := self.grads[p]) is not None:
+                    flow[Role(Kind.OUTPUT_GRAD, n)] = walk.rows_of(given, given.shape[-1])
+            self.segment(step, flow, writes)
+        for stage, steps in zip(loop.piece.stages[-2::-1], loop.steps[-2::-1], strict=True):
+            for j in reversed(stage.calls):
+                self.call(j)
+            for step in reversed(steps):
+                self.segment(step, {Role(Kind.OUTPUT_GRAD, n): self.flow(p) for n, p in enumerate(step.segment.gives)}, {})
+        fed = {k: self.flows["v", k, 0] for k in loop.start if ("v", k, 0) in self.flows}
+        for k, array in fed.items():
+            walk.copy(array, before[k], adds=True)
+            array.tensor[-1].zero_()
+        for p, array in self.flows.items():
+            if len(set().union(*self.written.get(p, ()))) < array.width:  # a part has no cotangent
+                array.tensor.zero_()
+        walk.run(back=True)
+        self.of_fixed()
+        products = [p for p in loop.mixed if loop.mix[p[1]].weights is not None]
+        found = {p: walk.shaped(self.flow(p).tensor) for p in (*loop.asked, *loop.outer, *products)}
+        return found, {k: walk.shaped(array.tensor) for k, array in fed.items()}
+
+    def width(self, place: Place) -> int:
+        return self.values[place].width if place in self.values else self.loop.known[place].shape[-1]
+
+    def whole(self, place: Place) -> tuple[Place, int]:
+        """Return what a value is a part of, or itself, and where in its rows the part begins."""
+        begin = 0
+        while place in self.part_of:
+            place, more = self.part_of[place]
+            begin += more
+        return place, begin
+
+    def flow(self, place: Place) -> Array:
+        """Return the cotangent of a value."""
+        whole, begin = self.whole(place)
+        if whole != place:
+            return self.flow(whole).part(begin, self.width(place))
+        if place not in self.flows:
+            rows = self.loop.T + (place[0] == "v")
+            self.flows[place] = self.walk.new(self.width(place), rows)
+        return self.flows[place]
+
+    def target(self, place: Place, start: int = 0, width: int | None = None) -> tuple[Array, bool]:
+        """Return where a part of a cotangent is written, and whether that is to be added to what is there."""
+        whole, at = self.whole(place)
+        begin, width, found = at + start, self.width(place) if width is None else width, self.flow(whole)
+        parts = self.written.setdefault(whole, [])
+        adds = any(part.start < begin + width and begin < part.stop for part in parts)
+        parts.append(range(begin, begin + width))
+        return found if width == found.width else found.part(begin, width), adds
+
+    def segment(self, step: Any, flow: Mapping[Role, Array], writes: dict[Role, Array]) -> None:
+        """Write down the backward of a segment.
 
         Args:
-            keeps: whether these are of use later.
+            flow: cotangents of its results.
+            writes: where those of its states go.
         """
-        arrays = {role: (shape, dtype) for role, shape, dtype in self.launch.writes}
-        outputs = [torch.empty((self.T, *arrays[r][0][1:]), dtype=arrays[r][1]) for r in self.call.results[: self.call.bounds[0]]]
-        slots = [self.slots(v, 0) for v in loop.states]
-        self.reads |= {Role(Kind.INPUT, k): Place(self.rows(x)) for k, x in enumerate(loop.inputs) if x is not None}
-        for k, two in enumerate(slots):
-            self.reads[Role(Kind.STATE, k)], self.writes[Role(Kind.STATE, k)] = Place(two, _SLOT), Place(two, _OTHER_SLOT)
-        self.writes |= {Role(Kind.OUTPUT, k): Place(y) for k, y in enumerate(outputs)}
-        mixed = [torch.empty((self.T if keeps else 1, *m.shape), dtype=m.dtype) for m in loop.results]
-        for (place, k, f), m in zip(loop.carried, mixed, strict=True):
-            target = self.reads[Role(Kind.INPUT, place)] = Place(m)
-            bias = f.fixed[1] if f.fixed[1:] else None
-            weights: Any = f.weights  # there are some, as `_takes` saw
-            self.products.append(Product(weights, bias, self.reads[Role(Kind.STATE, k)], target))
-        return (outputs, [two[self.T & 1] for two in slots], mixed) if self.run(back=False) else None
+        call, statics = step.call(self.rows, trains=True)
+        how = step.backward_for(call, [Tensor if r.grad in flow else type(None) for r in call.results[: call.bounds[1]]], len(statics))
+        if how.launch is None:
+            raise CannotWalk
+        reads, width = self.reads(step, call)
+        written = {a.role for a in how.launch.kernel.plan.writes}
+        beside = list[tuple[Array, Array]]()
+        for n, (p, own) in enumerate(zip(step.segment.takes, step.own, strict=True)):
+            if own and (role := Role(Kind.INPUT_GRAD, n)) in written:
+                target, adds = self.target(p)
+                writes[role] = self.walk.new(width, 1) if adds else target
+                beside += [(writes[role], target)] if adds else []
+        self.walk.kernel(call, how.launch, how.prologue, step.operands(self.rows, statics), {**reads, **flow}, writes)
+        for by, target in beside:
+            self.walk.copy(by, target, adds=True)
 
-    def backward(self, loop: Any, back: Back) -> bool:
-        """Walk back over time; False if it cannot."""
-        last = (self.T - 1) & 1
-        self.reads |= {Role(Kind.INPUT, k): Place(self.rows(x)) for k, x in enumerate(back.inputs)}
-        for k, (start, after) in enumerate(zip(loop.states, back.trail, strict=True)):
-            self.reads[Role(Kind.STATE, k)] = Place(self.rows(after), _BEFORE, start.contiguous())
-        self.reads |= {Role(Kind.OUTPUT_GRAD, k): Place(self.rows(g)) for k, g in enumerate(back.outputs) if g is not None}
-        for k, end in enumerate(back.ends):
-            if end is not None:
-                two = self.slots(end, last)
-                self.reads[Role(Kind.STATE_GRAD, k)], self.writes[Role(Kind.STATE_GRAD, k)] = Place(two, _SLOT), Place(two, _OTHER_SLOT)
-        for (place, _, _), grad in zip(loop.carried, back.found, strict=True):
-            self.writes[Role(Kind.INPUT_GRAD, place)] = Place(grad)
-        for k, by in back.fed.items():
-            by[self.T] = 0
-            calls, target = [(place, f) for place, state, f in loop.carried if state == k], Place(by)
-            for n, (place, f) in enumerate(calls):
-                total = self.writes[Role(Kind.STATE_GRAD, k)] if n == len(calls) - 1 else None
-                weights: Any = f.weights  # there are some, as `_takes` saw
-                self.products.append(Product(weights.T, None, self.writes[Role(Kind.INPUT_GRAD, place)], target, total, n > 0))
-        return self.run(back=True)
+    def call(self, j: int) -> None:
+        """Write down what flows through a mixing call."""
+        sources, kind = self.mixing(j)
+        operands, places = self.loop.mixing[j].operands, self.loop.results_of[j]
+        if isinstance(kind, list):
+            for p, runs in zip(places, kind, strict=True):
+                for run in runs if p not in self.part_of else ():
+                    target, adds = self.target(operands[run.operand], run.start, run.width)
+                    self.walk.copy(self.flow(p).part(run.at, run.width), target, adds=adds)
+            return
+        target, adds = self.target(operands[0])
+        if not isinstance(kind, Norm):
+            self.walk.product(self.flow(places[0]), target, kind.T, adds=adds)
+            return
+        found = self.walk.new(target.width, 1) if adds else target
+        self.walk.norm_back(sources[0], self.flow(places[0]), found, kind)
+        if adds:
+            self.walk.copy(found, target, adds=True)
+
+    def of_fixed(self) -> None:
+        """Find the gradients of weights of norms, of all steps."""
+        loop = self.loop
+        for j in loop.piece.calls:
+            if loop.mix[j].weights is not None or not any(loop.needs[j]):
+                continue
+            (place,) = loop.mixing[j].operands
+            if place[0] == "v":
+                operand = torch.cat([loop.start[place[1]].unsqueeze(0), self.trail[place[1]][:-1]])
+            else:
+                operand = self.computed[place] if place in self.computed else loop.known[place]
+            _, *found = loop.mix[j].pulled([operand], [self.walk.shaped(self.flow(loop.results_of[j][0]).tensor)], loop.needs[j])
+            loop.of_fixed |= {(j, n): g for n, g in enumerate(found) if g is not None}

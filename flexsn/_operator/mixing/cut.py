@@ -20,7 +20,7 @@ from ..._capture.signature import Signature
 from ..._capture.trace import Meta, recording, trace
 from ..._ir.identifiers import assigned_name
 from ...errors import FlexSNError, NotElementwiseError
-from .mixing_calls import Answering, Mixing, Place, Segment, name_of, tensors_in
+from .mixing_calls import NOTHING, Answering, Mixing, Place, Segment, name_of, tensors_in
 
 _MOST = 32  # calls that mix neurons
 
@@ -285,19 +285,10 @@ class _Maker:
         own = {("v", k, 0) for k in states}
         gives = gives or [("n", states[0], 0)]
         takes = set[Place]().union(*[self.needs[p] for p in (*gives, *[("n", k, 0) for k in states])]) - own
-        takes = takes or {self._any_sequence(states)}
+        takes = takes or {NOTHING}
         self.known |= {*own, *gives}
         self.todo = [p for p in self.todo if p not in gives]
         return Segment(self.sig, self.metas, self.mixing, tuple(sorted(takes)), tuple(sorted(states)), tuple(gives))
-
-    def _any_sequence(self, states: Sequence[int]) -> Place:
-        """Return something that a segment can take, for the number of steps, where it needs nothing but its states."""
-        shape = self.shapes["n", states[0], 0]
-        for place in sorted(p for p in self.known if p[0] in "xm"):
-            meta = self.metas[place[1]] if place[0] == "x" else self.mixing[place[1]].results[place[2]]
-            if len(meta.shape) <= len(shape) and all(n in (1, m) for n, m in zip(meta.shape[::-1], shape[::-1], strict=False)):
-                return place
-        raise NotElementwiseError("has states that no input leads to, of another shape than the inputs", core=self.sig.core)
 
     def ready(self, shape: tuple[int, ...], own: set[Place]) -> list[Place]:
         """Return what can be computed beside what is a segment's own."""

@@ -23,6 +23,7 @@ from .cpp_products import outer
 # What a step takes and computes: `("x", k, 0)` an input, `("v", k, 0)` a state before the step and `("n", k, 0)` after it, `("y", k, 0)` an
 # output, `("m", j, i)` result i of mixing call j, `("a", j, i)` its operand i if that is computed.
 Place = tuple[str, int, int]
+NOTHING: Place = ("0", 0, 0)  # zeros, which tell the number of steps to a segment that takes no sequence
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,15 @@ class Segment:
             return self.sig.names[k]
         if kind == "v":
             return f"{self.sig.state_names[k]}_before"
+        if place == NOTHING:
+            return "nothing"
         return f"mixed_{k}_{i}" if len(self.mixing[k].results) > 1 else f"mixed_{k}"
 
     def meta_of(self, place: Place) -> Meta:
         """Return the meta of something that it takes."""
         kind, k, i = place
+        if place == NOTHING:
+            return Meta((), self.metas[0].dtype)
         return self.mixing[k].results[i] if kind == "m" else self.metas[k + (self.sig.num_inputs if kind == "v" else 0)]
 
     def __call__(self, core: Callable) -> Callable[..., Any]:

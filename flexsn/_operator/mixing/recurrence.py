@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ..._captured.captured_values import CapturedValues
 from ..._torch.tensors import has_storage
-from ..call import Call
+from ..call import Backward, Call
 from ..prepare import prepare
 from . import cpu_loop
-from .cpu_loop import Back, Carried
 from .cut import Recurrence
 from .mixing_calls import MixingFunction, Place, Segment
 
@@ -88,17 +87,25 @@ class OneStep:
         self.calls[trains] = call, [*[p.detach() for p in given.params], *[self.captured[name].detach() for name in call.captured]]
         return self.calls[trains]
 
-    def _operands(self, rows: Rows, statics: Sequence[Tensor]) -> list[Tensor]:
+    def operands(self, rows: Rows, statics: Sequence[Tensor]) -> list[Tensor]:
         segment = self.segment
         return [*[rows[p] for p in segment.takes], *[rows["v", k, 0].squeeze(0) for k in segment.states], *statics]
 
     def forward(self, rows: Rows) -> dict[int, Tensor]:
         """Put what the segment gives into `rows`; return its states after the step."""
         call, statics = self.call(rows, trains=False)
-        results = call.forward(call.laid_out(self._operands(rows, statics)))
+        results = call.forward(call.laid_out(self.operands(rows, statics)))
         outs = len(self.segment.gives)
         rows.update(zip(self.segment.gives, results[:outs], strict=True))
         return dict(zip(self.segment.states, results[outs:], strict=True))
+
+    def backward_for(self, call: Call, kinds: Sequence[type], statics: int) -> Backward:
+        """Return how its backward runs for cotangents of some types, of what it gives and of its states after the step."""
+        key, states = tuple(kinds), len(self.segment.states)
+        if key not in self.how:
+            beside = call.sequences * [type(None)] * states
+            self.how[key] = call.backward_for((False, *self.own, *[True] * states, *[False] * statics), [*kinds, *beside])
+        return self.how[key]
 
     def backward(self, rows: Rows, grads: Sequence[Tensor | None], ends: Sequence[Tensor | None]) -> Mapping[Place, Tensor]:
         """Return the gradients of what it takes of the walk's own, and of its states.
@@ -108,13 +115,8 @@ class OneStep:
         """
         call, statics = self.call(rows, trains=True)
         states = self.segment.states
-        kinds = (*map(type, grads), *map(type, ends), *[type(None)] * len(states))
-        if kinds not in self.how:
-            needs = (False, *self.own, *[True] * len(states), *[False] * len(statics))
-            self.how[kinds] = call.backward_for(needs, list(kinds))
-        found = call.backward(
-            self.how[kinds], call.laid_out(self._operands(rows, statics)), [*grads, *ends, *[None] * len(states)], call.order
-        )
+        how = self.backward_for(call, [*map(type, grads), *map(type, ends)], len(statics))
+        found = call.backward(how, call.laid_out(self.operands(rows, statics)), [*grads, *ends, *[None] * len(states)], call.order)
         places = (*self.segment.takes, *[("v", k, 0) for k in states])
         dims = (*[True] * len(self.own), *[False] * len(states))
         return {p: g if row else g.unsqueeze(0) for p, g, row in zip(places, found, dims, strict=False) if g is not None}
@@ -127,8 +129,6 @@ class Loop:
         known: sequences `[T, ...]` that the recurrence takes.
         states: at the start, by number.
         mix: mixing calls, by number.
-        inputs, carried, results: for a recurrence that is one kernel and calls of its states: the sequences that the kernel takes, None for
-            the results of the calls; of each call its place among them, its state and itself; metas of their results.
     """
 
     def __init__(
@@ -148,26 +148,10 @@ class Loop:
         self.views = set[int]()  # calls whose results are views of their operand
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
+        self.on_cpu = given.inputs[0].device.type == "cpu"
         self.outer = sorted({p for j in piece.calls for p in cut.mixing[j].operands if p in known and known[p].is_floating_point()})
-        self._simply()
 
-    def _simply(self) -> None:
-        """See whether the recurrence is one kernel and calls of its states, as a loop in C++ takes it."""
-        rests, calls = self.steps[-1], self.piece.calls
-        taken = [self.mixing[j].operands for j in calls]
-        self.simple = len(rests) == 1 and not self.asked and all(len(of) == 1 and of[0][0] == "v" for of in taken)
-        self.simple = self.simple and all(len(places) == 1 for places in self.results_of.values())
-        if self.simple:
-            segment = rests[0].segment
-            self.states = [self.start[k] for k in segment.states]
-            self.inputs = [self.known.get(p) for p in segment.takes]
-            used = [j for j in calls if ("m", j, 0) in segment.takes]
-            self.simple = used == list(calls)
-            at = {k: i for i, k in enumerate(segment.states)}
-            self.carried: Carried = [(segment.takes.index(("m", j, 0)), at[self.mixing[j].operands[0][1]], self.mix[j]) for j in used]
-            self.results = [self.mixing[j].results[0] for j in used]
-
-    def _first_rows(self) -> Rows:
+    def first_rows(self) -> Rows:
         """Return rows of one step: of what it takes those of the first step, of what it computes any."""
         rows = {p: t[:1] for p, t in self.known.items()} | {("v", k, 0): v.unsqueeze(0) for k, v in self.start.items()}
         some = next(iter(self.start.values()))
@@ -183,13 +167,8 @@ class Loop:
             keeps: whether it returns, in place of what it gives, what its segments then take: the results of its mixing calls but for those
                 that are views, and states before every step.
         """
-        if self.simple:
-            call, statics = self.steps[-1][0].call(self._first_rows(), trains=False)
-            walk = cpu_loop.walk_of(call, call.launch, call.prologue, self, [*self.states, *statics])
-            if walk is not None and (found := walk.forward(self, keeps=keeps)) is not None:
-                outputs, finals, mixed = found
-                states = dict(zip(self.steps[-1][0].segment.states, finals, strict=True))
-                return dict(zip([*self.gives, *self.mixed], [*outputs, *mixed], strict=False)), states
+        if self.on_cpu and (found := cpu_loop.forward(self, keeps=keeps)) is not None:
+            return found
         own = {p for steps in self.steps for step in steps for p in step.segment.takes}
         wanted = [*self.mixed, *sorted({("v", k, 0) for k in self.start} & own)] if keeps else self.gives
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in self.known.items()}
@@ -230,8 +209,7 @@ class Loop:
             Cotangents of operands that are computed, of those of other pieces, and of results of products; and what flows to states at the
             start of a step by way of mixing calls, and of segments that take them, `[T + 1, ...]`: at the last one, nothing.
         """
-        plain = self.simple and all(g is None for g in (*trails.values(), *[grads.get(p) for p in self.mixed]))
-        if plain and (back := self._walk_back(computed, trail, grads, ends)) is not None:
+        if self.on_cpu and (back := cpu_loop.backward(self, computed, trail, grads, ends, trails)) is not None:
             return back
         products = [p for p in self.mixed if self.mix[p[1]].weights is not None and any(self.needs[p[1]])]
         kept: dict[Place, list[Tensor]] = {p: [] for p in (*self.asked, *self.outer, *products)}
@@ -284,26 +262,6 @@ class Loop:
 
     def _of(self, flow: Rows, rows: Rows, place: Place) -> Tensor:
         return flow[place] if place in flow else torch.zeros_like(rows[place])
-
-    def _walk_back(self, computed: Any, trail: Any, grads: Any, ends: Any) -> tuple[dict[Place, Tensor], dict[int, Tensor]] | None:
-        """As `backward`, in C++; None if that cannot be."""
-        step = self.steps[-1][0]
-        rows, segment = self._first_rows(), step.segment
-        call, statics = step.call(rows, trains=True)
-        outputs, after = [grads[p] for p in segment.gives], [trail[k] for k in segment.states]
-        last = [
-            torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g
-            for k, v in zip(segment.states, self.states, strict=True)
-        ]
-        needs = (False, *step.own, *[True] * len(last), *[False] * len(statics))
-        how = call.backward_for(needs, [*[type(g) for g in (*outputs, *last)], *[type(None)] * len(last)])
-        inputs: Any = [computed.get(p, x) for p, x in zip(segment.takes, self.inputs, strict=True)]
-        fed = {k: after[k].new_empty((self.T + 1, *after[k].shape[1:])) for _, k, _ in self.carried}
-        back = Back(inputs, after, outputs, last, [torch.empty_like(computed[p]) for p in self.mixed], fed)
-        walk = cpu_loop.walk_of(call, how.launch, how.prologue, self, [*self.states, *statics])
-        if walk is None or not walk.backward(self, back):
-            return None
-        return dict(zip(self.mixed, back.found, strict=True)), {segment.states[k]: by for k, by in fed.items()}
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

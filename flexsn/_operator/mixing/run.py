@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .cut import AtOnce, Cut, Recurrence, Scan
 from .feedback import Whole, with_feedback
-from .mixing_calls import Place, Segment, mixing_functions
+from .mixing_calls import NOTHING, Place, Segment, mixing_functions
 from .recurrence import Given, Loop
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences, outputs
@@ -48,6 +48,7 @@ class _MixingRun:
     def __init__(self, run: Callable[..., Results], given: Given, sequences: bool):
         self.run, self.given, self.cut, self.sequences = run, given, given.look.wrap, sequences
         self.known: dict[Place, Tensor] = {("x", k, 0): x for k, x in enumerate(given.inputs)}
+        self.known[NOTHING] = given.inputs[0].new_zeros(len(given.inputs[0]))
         first = [x[0] if len(x) else x.new_zeros(x.shape[1:]) for x in given.inputs]
         pairs = zip(given.states, self.cut.metas[len(given.inputs) :], strict=True)
         self.states = [first[0].new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs]

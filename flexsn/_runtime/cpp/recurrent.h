@@ -1,4 +1,4 @@
-// A recurrence on a CPU: at each step products of states and weights, then the kernel of one step. Threads own sequences.
+// A recurrence on a CPU: at each step kernels of one step, products, and what else mixes the neurons of a sequence. Threads own sequences.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -9,35 +9,42 @@
 
 namespace flexsn {
 
-// The kernel of one step, as every generated one.
+// A kernel of one step, as every generated one.
 using Step = int (*)(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large);
 
 constexpr int64_t GROUP = 8;  // sequences that a thread steps together
 
-// Where an array of the step lies at step t.
+// Where an array lies at step t.
 struct Place {
   char* base;
   char* first;       // BEFORE: at step 0
   int64_t step;      // bytes from step to step
-  int64_t neuron;    // bytes from neuron to neuron; 0: the array is the same for every sequence
+  int64_t row;       // bytes from sequence to sequence; 0: the array is the same for all of them
   enum Kind : int64_t { AT, BEFORE, SLOT, OTHER_SLOT } kind;
-  char* at(int64_t t) const {
-    switch (kind) {
-      case BEFORE: return t == 0 ? first : base + (t - 1) * step;  // as the step before left it
-      case SLOT: return base + (t & 1) * step;                     // one of two that take turns
-      case OTHER_SLOT: return base + ((t + 1) & 1) * step;
-      default: return base + t * step;
-    }
+  char* at(int64_t t, int64_t sequence) const {
+    char* const found = kind == BEFORE ? (t == 0 ? first : base + (t - 1) * step)  // as the step before left it
+        : kind == SLOT ? base + (t & 1) * step                                     // one of two that take turns
+        : kind == OTHER_SLOT ? base + ((t + 1) & 1) * step : base + t * step;
+    return found + sequence * row;
   }
 };
 
-// rows of `to` [width] = or += rows of `from` @ w [width, width]
+// A kernel of one step. Where an array is a part of wider rows it runs row by row.
+struct Kernel {
+  Step run;
+  const double* numbers;
+  const int64_t *dims, *places;  // a place of -1 is none
+  int64_t count, width;
+  bool dense;
+};
+
+// rows of `to` [columns] = or += rows of `from` [width] @ w [width, columns]
 template <class F> struct Product {
   const F* w;
   const F* bias;
   std::vector<F> blocks;  // of `w`
   bool finite;            // else zero times a weight is not zero
-  int64_t from, to, sum;  // places; `sum`, or -1: to which `to` is added
+  int64_t from, to, width, columns;
   bool adds;
 };
 
@@ -52,12 +59,14 @@ template <class F> inline F fused(F a, F b, F c) {
 // Columns that a block of a product takes: a cache line or two of every row.
 template <class F> constexpr int64_t COLUMNS = 128 / sizeof(F);
 
-// Weights [width, width] block of columns by block of columns, each dense and filled up with zeros.
-template <class F> std::vector<F> packed(const F* w, int64_t width) {
+// Weights [width, columns] block of columns by block of columns, each dense and filled up with zeros.
+template <class F> std::vector<F> packed(const F* w, int64_t width, int64_t columns) {
   constexpr int64_t J = COLUMNS<F>;
-  std::vector<F> found((width + J - 1) / J * J * width, F(0));
+  std::vector<F> found((columns + J - 1) / J * J * width, F(0));
   for (int64_t k = 0; k < width; ++k) {
-    for (int64_t i = 0; i < width; i += J) std::memcpy(&found[i * width + k * J], w + k * width + i, (width - i < J ? width - i : J) * sizeof(F));
+    for (int64_t i = 0; i < columns; i += J) {
+      std::memcpy(&found[i * width + k * J], w + k * columns + i, (columns - i < J ? columns - i : J) * sizeof(F));
+    }
   }
   return found;
 }
@@ -85,96 +94,163 @@ template <class F, int R> inline void dense(const F* const* a, const F* block, F
 }
 
 // One row of a product, from the k at which it is not zero: spikes drive rows of the weights.
-template <class F> inline void sparse(const F* a, const int32_t* at, int64_t count, const F* w, F* out, int64_t width) {
+template <class F> inline void sparse(const F* a, const int32_t* at, int64_t count, const F* w, F* out, int64_t columns) {
   int64_t c = 0;
   for (; c + 4 <= count; c += 4) {
-    const F *w0 = w + at[c] * width, *w1 = w + at[c + 1] * width, *w2 = w + at[c + 2] * width, *w3 = w + at[c + 3] * width;
+    const F *w0 = w + at[c] * columns, *w1 = w + at[c + 1] * columns, *w2 = w + at[c + 2] * columns, *w3 = w + at[c + 3] * columns;
     const F a0 = a[at[c]], a1 = a[at[c + 1]], a2 = a[at[c + 2]], a3 = a[at[c + 3]];
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) out[i] += (a0 * w0[i] + a1 * w1[i]) + (a2 * w2[i] + a3 * w3[i]);
+    for (int64_t i = 0; i < columns; ++i) out[i] += (a0 * w0[i] + a1 * w1[i]) + (a2 * w2[i] + a3 * w3[i]);
   }
   for (; c < count; ++c) {
-    const F* w0 = w + at[c] * width;
+    const F* w0 = w + at[c] * columns;
     const F a0 = a[at[c]];
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) out[i] = fused(a0, w0[i], out[i]);
+    for (int64_t i = 0; i < columns; ++i) out[i] = fused(a0, w0[i], out[i]);
   }
 }
 
-// A row that is mostly zero is driven by what is not; the others go together.
+// A row that is mostly zero is driven by what is not; the others go together. `a`, `out`: rows of the first sequence and bytes to the next.
 template <class F>
-inline void product(const F* a, const Product<F>& p, F* out, int64_t rows, int64_t width, int32_t* at) {
+inline void product(const Product<F>& p, const char* a, int64_t next, char* out, int64_t next_out, int64_t rows, int32_t* at) {
   constexpr int64_t J = COLUMNS<F>;
   const F* from[GROUP];
   F* to[GROUP];
   int64_t left = 0;
   for (int64_t r = 0; r < rows; ++r) {
-    const F* row = a + r * width;
-    F* target = out + r * width;
-    if (!p.adds) for (int64_t i = 0; i < width; ++i) target[i] = p.bias ? p.bias[i] : F(0);
+    const F* const row = reinterpret_cast<const F*>(a + r * next);
+    F* const target = reinterpret_cast<F*>(out + r * next_out);
+    if (!p.adds) for (int64_t i = 0; i < p.columns; ++i) target[i] = p.bias ? p.bias[i] : F(0);
     int64_t count = 0;
-    for (int64_t k = 0; k < width; ++k) {
+    for (int64_t k = 0; k < p.width; ++k) {
       at[count] = int32_t(k);
       count += row[k] != F(0);
     }
-    if (p.finite && count * 4 <= width) sparse(row, at, count, p.w, target, width);
+    if (p.finite && count * 4 <= p.width) sparse(row, at, count, p.w, target, p.columns);
     else from[left] = row, to[left++] = target;
   }
-  for (int64_t i = 0; i < width && left; i += J) {
-    const int64_t n = width - i < J ? width - i : J;
-    const F* const block = p.blocks.data() + i * width;
+  for (int64_t i = 0; i < p.columns && left; i += J) {
+    const int64_t n = p.columns - i < J ? p.columns - i : J;
+    const F* const block = p.blocks.data() + i * p.width;
     int64_t r = 0;
-    for (; r + 8 <= left; r += 8) dense<F, 8>(from + r, block, to + r, width, i, n);
-    for (; r + 4 <= left; r += 4) dense<F, 4>(from + r, block, to + r, width, i, n);
-    for (; r < left; ++r) dense<F, 1>(from + r, block, to + r, width, i, n);
+    for (; r + 8 <= left; r += 8) dense<F, 8>(from + r, block, to + r, p.width, i, n);
+    for (; r + 4 <= left; r += 4) dense<F, 4>(from + r, block, to + r, p.width, i, n);
+    for (; r < left; ++r) dense<F, 1>(from + r, block, to + r, p.width, i, n);
   }
 }
 
-// Walk over T steps of `sequences` of `width` neurons: forward products, then the step; or, back in time, the step, then products.
-//   arrays: the step; of every array of it, `base` and `first`; of every product, weights and bias
-//   dims: counts of arrays, of products and of the dims of the step; these dims; of every array, `step`, `neuron`, `kind`;
-//         of every product, `from`, `to`, `sum`, `adds`
-template <class F> int recurrent(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t sequences, int64_t width, int threads, int back) {
-  const Step step = reinterpret_cast<Step>(arrays[0]);
-  const int64_t places = dims[0], products = dims[1];
-  const int64_t* const step_dims = dims + 3;
-  const int64_t* d = step_dims + dims[2];
+// Mean of a row and one over its deviation, as `layer_norm` takes them.
+template <class F> inline void moments(const F* x, int64_t n, F eps, F& mean, F& scale) {
+  F sum = F(0), squares = F(0);
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += x[i];
+  mean = sum / F(n);
+#pragma omp simd reduction(+ : squares)
+  for (int64_t i = 0; i < n; ++i) squares += (x[i] - mean) * (x[i] - mean);
+  scale = F(1) / std::sqrt(squares / F(n) + eps);
+}
+
+template <class F> inline void norm(const F* x, const F* w, const F* b, F* y, int64_t n, F eps) {
+  F mean, scale;
+  moments(x, n, eps, mean, scale);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * scale * (w ? w[i] : F(1)) + (b ? b[i] : F(0));
+}
+
+// Cotangent of the row that a norm takes, of that `g` of what it gives.
+template <class F> inline void norm_back(const F* x, const F* w, const F* g, F* out, int64_t n, F eps) {
+  F mean, scale, sum = F(0), along = F(0);
+  moments(x, n, eps, mean, scale);
+#pragma omp simd reduction(+ : sum, along)
+  for (int64_t i = 0; i < n; ++i) {
+    const F by = w ? g[i] * w[i] : g[i];
+    sum += by;
+    along += by * (x[i] - mean) * scale;
+  }
+  sum /= F(n), along /= F(n);
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) out[i] = scale * ((w ? g[i] * w[i] : g[i]) - sum - (x[i] - mean) * scale * along);
+}
+
+// What a step does, one after the other; each with its length and its operands in `dims`.
+enum Op : int64_t {
+  KERNEL,     // function, numbers, width, whether its rows are dense, counts of dims and places; dims, places
+  PRODUCT,    // `from`, `to`, width, columns, whether it adds, weights, bias
+  COPY,       // `from`, `to`, width, whether it adds
+  NORM,       // `from`, `to`, width, weights, bias, eps
+  NORM_BACK,  // `from`, cotangent of what the norm gave, `to`, width, weights, eps
+};
+
+// Walk over T steps of `sequences`, or back in time.
+//   arrays: `base` and `first` of every place; then what ops name by number: functions, numbers, weights
+//   dims: counts of places and of ops; of every place, `step`, `row`, `kind`; the ops
+template <class F> int recurrent(void* const* arrays, const int64_t* dims, int64_t T, int64_t sequences, int threads, int back) {
+  const int64_t places = dims[0], count = dims[1];
+  const int64_t* d = dims + 2;
   std::vector<Place> place(places);
   for (int64_t p = 0; p < places; ++p, d += 3) {
-    place[p] = {static_cast<char*>(arrays[1 + 2 * p]), static_cast<char*>(arrays[2 + 2 * p]), d[0], d[1], Place::Kind(d[2])};
+    place[p] = {static_cast<char*>(arrays[2 * p]), static_cast<char*>(arrays[2 * p + 1]), d[0], d[1], Place::Kind(d[2])};
     if (place[p].kind == Place::AT) huge_pages(place[p].base, T * place[p].step);
   }
-  std::vector<Product<F>> product_of(products);
-  for (int64_t p = 0; p < products; ++p, d += 4) {
-    void* const* given = arrays + 1 + 2 * places + 2 * p;
-    const F* const w = static_cast<const F*>(given[0]);
-    product_of[p] = {w, static_cast<const F*>(given[1]), packed(w, width), all_finite(w, width * width), d[0], d[1], d[2], d[3] != 0};
+  void* const* const given = arrays + 2 * places;
+  const auto weights = [=](int64_t number) { return number < 0 ? nullptr : static_cast<const F*>(given[number]); };
+  std::vector<const int64_t*> ops(count);
+  std::vector<Kernel> kernels(count);
+  std::vector<Product<F>> products(count);
+  int64_t widest = 0, most = 0;
+  for (int64_t k = 0; k < count; d += 2 + d[1], ++k) {
+    const int64_t* const o = (ops[k] = d) + 2;
+    if (d[0] == KERNEL) {
+      const Step run = reinterpret_cast<Step>(given[o[0]]);
+      kernels[k] = {run, static_cast<const double*>(given[o[1]]), o + 6, o + 6 + o[4], o[5], o[2], o[3] != 0};
+      most = std::max(most, o[5]);
+    } else if (d[0] == PRODUCT) {
+      const F* const w = weights(o[5]);
+      products[k] = {w, weights(o[6]), packed(w, o[2], o[3]), all_finite(w, o[2] * o[3]), o[0], o[1], o[2], o[3], o[4] != 0};
+      widest = std::max(widest, o[2]);
+    }
   }
   const int64_t each = (sequences + threads - 1) / threads, group = each < GROUP ? (each > 0 ? each : 1) : GROUP;
   int failed = 0;
-  parallel(threads, [=, &failed, &place, &product_of](int thread, int threads) {
-    std::vector<void*> now(places);
-    std::vector<int32_t> at(width + 1);
+  parallel(threads, [=, &failed, &place, &ops, &kernels, &products](int thread, int threads) {
+    std::vector<void*> now(most);
+    std::vector<int32_t> at(widest + 1);
     const Share share(sequences, group, thread, threads);
     for (int64_t begin = share.begin; begin < share.end; begin += group) {
-      const int64_t rows = share.end - begin < group ? share.end - begin : group, n = rows * width;
-      const int64_t tile = n < 128 ? (n + 63) / 64 * 64 : 128;  // its scratch is cleared at every step
-      const auto lies = [&](int64_t p, int64_t t) { return place[p].at(t) + begin * width * place[p].neuron; };
-      const auto multiply = [&](int64_t t) {
-        for (const Product<F>& p : product_of) {
-          F* const to = reinterpret_cast<F*>(lies(p.to, t));
-          product(reinterpret_cast<const F*>(lies(p.from, t)), p, to, rows, width, at.data());
-          if (p.sum < 0) continue;
-          F* const sum = reinterpret_cast<F*>(lies(p.sum, t));
-          for (int64_t i = 0; i < n; ++i) sum[i] += to[i];
-        }
+      const int64_t rows = share.end - begin < group ? share.end - begin : group;
+      const auto step = [&](const Kernel& kernel, int64_t t, int64_t first, int64_t rows) {
+        for (int64_t p = 0; p < kernel.count; ++p) now[p] = kernel.places[p] < 0 ? nullptr : place[kernel.places[p]].at(t, first);
+        const int64_t n = rows * kernel.width, tile = n < 128 ? (n + 63) / 64 * 64 : 128;  // its scratch is cleared at every step
+        return kernel.run(now.data(), kernel.numbers, kernel.dims, 1, n, tile, 1, 0);
       };
       for (int64_t s = 0; s < T; ++s) {
         const int64_t t = back ? T - 1 - s : s;
-        if (!back) multiply(t);
-        for (int64_t p = 0; p < places; ++p) now[p] = place[p].base ? lies(p, t) : nullptr;
-        if (step(now.data(), numbers, step_dims, 1, n, tile, 1, 0)) return fail(failed);
-        if (back) multiply(t);
+        const auto row = [&](int64_t p, int64_t r) { return reinterpret_cast<F*>(place[p].at(t, begin + r)); };
+        for (int64_t k = 0; k < count; ++k) {
+          const int64_t* const o = ops[k] + 2;
+          switch (ops[k][0]) {
+            case KERNEL:
+              if (kernels[k].dense && step(kernels[k], t, begin, rows)) return fail(failed);
+              for (int64_t r = 0; r < rows && !kernels[k].dense; ++r) if (step(kernels[k], t, begin + r, 1)) return fail(failed);
+              break;
+            case PRODUCT:
+              product(products[k], place[o[0]].at(t, begin), place[o[0]].row, place[o[1]].at(t, begin), place[o[1]].row, rows, at.data());
+              break;
+            case COPY:
+              for (int64_t r = 0; r < rows; ++r) {
+                const F* const from = row(o[0], r);
+                F* const to = row(o[1], r);
+                if (!o[3]) std::memcpy(to, from, o[2] * sizeof(F));
+                for (int64_t i = 0; i < o[2] && o[3]; ++i) to[i] += from[i];
+              }
+              break;
+            case NORM:
+              for (int64_t r = 0; r < rows; ++r) norm(row(o[0], r), weights(o[3]), weights(o[4]), row(o[1], r), o[2], *weights(o[5]));
+              break;
+            default:  // NORM_BACK
+              for (int64_t r = 0; r < rows; ++r) norm_back(row(o[0], r), weights(o[4]), row(o[1], r), row(o[2], r), o[3], *weights(o[5]));
+          }
+        }
       }
     }
   });

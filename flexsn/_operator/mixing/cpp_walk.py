@@ -1,0 +1,215 @@
+"""What a recurrence does in one step, as the C++ loop over time takes it (`_runtime/cpp/recurrent.h`): a list of ops on arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._ir.roles import Kind, Role
+from ..._runtime import cpp_kernel
+from ..._runtime.fork import num_threads
+from ..._runtime.launch import Launch
+from ..call import Call
+from . import cpp_products
+from .mixing_calls import MixingFunction
+
+AT, BEFORE, SLOT, OTHER_SLOT = range(4)  # as `Place::Kind`
+_KERNEL, _PRODUCT, _COPY, _NORM, _NORM_BACK = range(5)  # as `Op`
+
+
+class CannotWalk(Exception):
+    """A recurrence does what the C++ loop has no op for."""
+
+
+@dataclass(eq=False)
+class Array:
+    """Where a value lies.
+
+    Attributes:
+        tensor: `[T, sequences, width]`; `[1, ...]` of what only its own step reads, `[2, ...]` of rows that take turns; a param.
+        kind: at which row step t finds it: that of t, that of the step before, one of two that take turns, the other one.
+        first: the row at step 0 of `BEFORE`.
+        param: whether it is the same at all steps, for all sequences.
+    """
+
+    tensor: Tensor
+    kind: int = AT
+    first: Tensor | None = None
+    param: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.tensor.shape[-1]
+
+    @property
+    def dense(self) -> bool:
+        """Whether rows of sequences lie one after the other."""
+        return self.param or self.tensor.stride(1) == self.width or self.tensor.shape[1] == 1
+
+    def part(self, at: int, width: int) -> Array:
+        """Return a part of the rows."""
+        first = None if self.first is None else self.first[:, at : at + width]
+        return Array(self.tensor[..., at : at + width], self.kind, first)
+
+    def pointers(self) -> tuple[int, int]:
+        return self.tensor.data_ptr(), 0 if self.first is None else self.first.data_ptr()
+
+    def strides(self) -> tuple[int, int, int]:
+        """Return bytes from step to step and from sequence to sequence, and the kind."""
+        size, t = self.tensor.element_size(), self.tensor
+        return (0, 0, AT) if self.param else (t.stride(0) * size if t.shape[0] > 1 else 0, t.stride(1) * size, self.kind)
+
+
+class Walk:
+    """A list of ops, written one after the other.
+
+    Args:
+        T: steps.
+        lead: dims of a step before the last one.
+        dtype: of all that ops but kernels take.
+    """
+
+    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype):
+        self.T, self.lead, self.dtype, self.sequences = T, tuple(lead), dtype, math.prod(lead)
+        self.arrays: list[Array] = []
+        self.ops: list[list[int]] = []
+        self.pointers: list[int] = []
+        self.kept: list[Any] = []  # what pointers lead to
+        self.widest = 1
+
+    def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
+        return Array(torch.empty((rows, self.sequences, width), dtype=dtype or self.dtype))
+
+    def rows_of(self, sequence: Tensor, width: int) -> Array:
+        """Return a sequence `[T, *step]`, as wide as it is or broadcast."""
+        T, *own = sequence.shape
+        whole = (T, *self.lead, width)
+        if len(own) > len(whole) - 1 or any(a not in (1, b) for a, b in zip(own[::-1], whole[::-1], strict=False)):
+            raise CannotWalk
+        wide = sequence.reshape(T, *[1] * (len(whole) - 1 - len(own)), *own).expand(whole).reshape(T, self.sequences, width)
+        return Array(wide if wide.stride(2) == 1 or width == 1 else wide.contiguous())
+
+    def turns(self, row: Tensor, slot: int) -> Array:
+        """Return two rows that take turns, the one in `slot` as given."""
+        made = self.new(row.shape[-1], 2, row.dtype)
+        made.tensor[slot] = row.reshape(made.tensor[slot].shape)
+        return Array(made.tensor, SLOT)
+
+    def shaped(self, array: Tensor) -> Tensor:
+        """Return rows as `[*, *step]`."""
+        return array.unflatten(1, self.lead) if self.lead else array.squeeze(1)
+
+    def place(self, array: Array | None) -> int:
+        if array is None:
+            return -1
+        for k, other in enumerate(self.arrays):
+            if other is array:
+                return k
+        self.arrays.append(array)
+        self.widest = max(self.widest, array.width if not array.param else 1)
+        return len(self.arrays) - 1
+
+    def pointer(self, address: int | None, keeps: Any) -> int:
+        self.kept.append(keeps)
+        self.pointers.append(address or 0)
+        return len(self.pointers) - 1
+
+    def weights(self, tensor: Tensor | None) -> int:
+        dense = None if tensor is None else tensor.detach().contiguous()
+        if dense is not None and dense.dtype is not self.dtype:
+            raise CannotWalk
+        return -1 if dense is None else self.pointer(dense.data_ptr(), dense)
+
+    # --- ops ------------------------------------------------------------------------------------------------------------------
+    def kernel(
+        self, call: Call, launch: Any, prologue: Any, operands: Sequence[Tensor], reads: Mapping[Role, Array], writes: Mapping[Role, Array]
+    ) -> None:
+        """Run the kernel of one step of a segment.
+
+        Args:
+            launch, prologue: what runs, and what computes its params.
+            operands: of one step, of which params and captured tensors are read.
+        """
+        if not isinstance(launch, Launch) or not isinstance(launch.kernel, cpp_kernel.Kernel):
+            raise CannotWalk
+        width = call.shapes.step[-1] if call.shapes.step else 0
+        if call.order is not None or not call.returned_whole or call.shapes.step != (*self.lead, width) or not math.prod(call.shapes.step):
+            raise CannotWalk
+        laid_out = call.laid_out(operands)
+        params = [] if prologue is None else map(prologue(call.named(laid_out)).__getitem__, launch.params)
+        given: Sequence[Tensor | None] = [*laid_out, *[None] * (len(launch.roles) - len(laid_out)), *params]
+        given, dims = launch.with_indexed(given) if launch.params else (given, list(launch.dims))
+        if any(count > 1 and width % (inner * count) for inner, count in zip(dims[::2], dims[1::2], strict=True)):
+            raise CannotWalk  # params that differ from sequence to sequence
+        plan, static = launch.kernel.plan, dict(zip((*launch.roles, *launch.params), given, strict=False))
+        found: list[Array | None] = []
+        for a in (*plan.reads, *plan.writes):
+            array = (reads if len(found) < len(plan.reads) else writes).get(a.role)
+            if a.role.kind is Kind.PARAM and (param := static.get(a.role)) is not None:
+                array = Array(param, param=True)
+            if (array is None and a.kind != "checkpoint") or (array is not None and not array.param and array.width != width):
+                raise CannotWalk
+            if array is not None and array.tensor.dtype is not a.storage:
+                raise CannotWalk
+            found.append(array)
+        code = ctypes.cast(launch.kernel.run_pointer, ctypes.c_void_p).value
+        numbers = ctypes.cast(ctypes.c_char_p(launch.kernel.numbers), ctypes.c_void_p).value
+        functions = self.pointer(code, launch), self.pointer(numbers, launch.kernel.numbers)
+        dense = all(array is None or array.dense for array in found)
+        self.ops.append([_KERNEL, *functions, width, dense, len(dims), len(found), *dims, *map(self.place, found)])
+
+    def product(self, source: Array, target: Array, w: Tensor, bias: Tensor | None = None, *, adds: bool = False) -> None:
+        if w.shape != (source.width, target.width) or (bias is not None and bias.shape != w.shape[1:]):
+            raise CannotWalk
+        self.ops.append([_PRODUCT, self.place(source), self.place(target), *w.shape, adds, self.weights(w), self.weights(bias)])
+
+    def copy(self, source: Array, target: Array, *, adds: bool = False) -> None:
+        self.ops.append([_COPY, self.place(source), self.place(target), source.width, adds])
+
+    def norm(self, source: Array, target: Array, norm: Norm) -> None:
+        given = [self.weights(t) for t in (norm.weight, norm.bias, norm.eps)]
+        self.ops.append([_NORM, self.place(source), self.place(target), source.width, *given])
+
+    def norm_back(self, source: Array, grad: Array, target: Array, norm: Norm) -> None:
+        given = [self.weights(t) for t in (norm.weight, norm.eps)]
+        self.ops.append([_NORM_BACK, self.place(source), self.place(grad), self.place(target), source.width, *given])
+
+    def run(self, *, back: bool) -> None:
+        """Walk over time."""
+        pointers, dims = list[int](), [len(self.arrays), len(self.ops)]
+        for array in self.arrays:
+            pointers += array.pointers()
+            dims += array.strides()
+        for op, *rest in self.ops:
+            dims += [op, len(rest), *rest]
+        pointers += self.pointers
+        loop = cpp_products.loop(self.dtype)
+        threads = min(num_threads(), self.sequences) if self.T * self.sequences * self.widest >= cpp_products.GRAIN else 1
+        packed = struct.pack(f"={len(pointers)}Q", *pointers), struct.pack(f"={len(dims)}q", *dims)
+        if loop.run_pointer(packed[0], b"", packed[1], self.T, self.sequences, 0, threads, back):
+            raise MemoryError("flexsn: no memory for the scratch rows of a tile")
+
+
+class Norm(NamedTuple):
+    """What `layer_norm` over the last dim computes with."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: Tensor
+
+    @staticmethod
+    def of(f: MixingFunction, width: int, dtype: torch.dtype) -> Norm | None:
+        """Return that of a mixing call; None of one that does anything else."""
+        if f.func is not torch.nn.functional.layer_norm or tuple(f.moving) != (0,):
+            return None
+        given = dict(zip(("normalized_shape", "weight", "bias", "eps"), f.args[1:], strict=False)) | f.kwargs
+        if tuple(given["normalized_shape"]) != (width,):
+            return None
+        return Norm(given.get("weight"), given.get("bias"), torch.tensor([given.get("eps", 1e-5)], dtype=dtype))

@@ -1,0 +1,148 @@
+"""Recurrences that walk over time in C++: each kind of op, against the eager loop, and that it did walk there."""
+
+import pytest
+import torch
+from helpers import check_mixing, on_cpu
+from torch.nn.functional import layer_norm, linear
+
+import flexsn
+from flexsn import surrogate
+from flexsn._operator.mixing.cpp_walk import Walk
+from flexsn._operator.mixing.mixing_calls import MixingFunction
+from flexsn._operator.mixing.moves import Run, moves
+
+pytestmark = on_cpu
+f64 = torch.float64
+H = 5
+
+
+def lstm(x, h, c, w):
+    """One product for all gates."""
+    i, f, o, u = (torch.cat([x, x, x, x], -1) + h @ w).chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(u)
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return h, h, c
+
+
+def joined(x, h, w, b):
+    """A GRU over input and state in one row."""
+    z, r = torch.sigmoid(linear(torch.cat([x, h], -1), w[: 2 * H], b)).split(H, -1)
+    h = (1 - z) * torch.tanh(linear(torch.cat([x, r * h], -1), w[2 * H :])) + z * h
+    return h, h
+
+
+def normed(x, v, s, w, gain, shift):
+    h = v + (layer_norm(x + linear(s, w), (H,), gain, shift, eps=0.01) - v) / 2.0
+    s = torch.sigmoid(h)
+    return s, h, s
+
+
+def normed_state(x, v, w):
+    """The norm of a state, without weights, beside another use of it."""
+    v = torch.tanh(x + layer_norm(v, (H,)) @ w + 0.5 * v.roll(2, -1))
+    return v, v
+
+
+def feedback(x, v, u, z, w, back):
+    """Two layers; the second one's spikes drive the first."""
+    v = v + (x + z @ back - v) / 2.0
+    s = surrogate.atan(v - 0.2)
+    u = u + (s @ w - u) / 3.0
+    z = surrogate.atan(u - 0.1)
+    return z + u, v * (1 - s), u * (1 - z), z
+
+
+def read_elsewhere(x, v, u, w):
+    """Another state, of no recurrence that mixes, takes a gate, which is a part of a product."""
+    gate, drive = (v @ w)[..., :H], (v @ w)[..., H:]
+    v = torch.tanh(x + torch.sigmoid(gate) * drive)
+    return gate * 0.5 + u, v, torch.sin(u + gate)
+
+
+def unused_part(x, v, w):
+    v = torch.tanh(x + (v @ w)[..., :H])
+    return v, v
+
+
+def narrow_to_wide(x, v, up, down):
+    """States of 5, a hidden layer of 3 inside the step."""
+    v = torch.tanh(x + torch.tanh(v @ down) @ up)
+    return v, v
+
+
+def weights(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=f64) * 0.4
+
+
+CASES = {
+    "lstm": (lstm, 2, [weights(H, 4 * H)]),
+    "joined": (joined, 1, [weights(3 * H, 2 * H), weights(2 * H)]),
+    "normed": (normed, 2, [weights(H, H), weights(H, seed=2), weights(H, seed=3)]),
+    "normed state": (normed_state, 1, [weights(H, H)]),
+    "feedback": (feedback, 3, [weights(H, H), weights(H, H, seed=2)]),
+    "read elsewhere": (read_elsewhere, 2, [weights(H, 2 * H)]),
+    "unused part": (unused_part, 1, [weights(H, 2 * H)]),
+    "narrow to wide": (narrow_to_wide, 1, [weights(3, H), weights(H, 3)]),
+}
+
+
+@pytest.fixture
+def walked(monkeypatch):
+    found, own = [], Walk.run
+    monkeypatch.setattr(Walk, "run", lambda self, *, back: (found.append(back), own(self, back=back))[1])
+    return found
+
+
+@pytest.mark.parametrize("sequences", [False, True], ids=["outputs", "state sequences"])
+@pytest.mark.parametrize(("T", "batch"), [(7, (3,)), (1, (1,)), (4, (2, 9))])
+@pytest.mark.parametrize("name", CASES)
+def test_as_the_eager_loop(name, T, batch, sequences, walked):
+    core, count, params = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(T, *batch, H, generator=generator, dtype=f64)
+    states = [torch.rand(*batch, H, generator=generator, dtype=f64) for _ in range(count)]
+    check_mixing(core, [x], states, params, scale=10, sequences=sequences)
+    assert walked == [False, True]
+
+
+def test_what_it_has_no_op_for_walks_in_python(walked):
+    def core(x, v):
+        v = torch.tanh(x + v.softmax(-1))
+        return v, v
+
+    check_mixing(core, [torch.randn(5, 3, H, dtype=f64)], [torch.zeros(3, H, dtype=f64)], [])
+    assert not walked
+
+
+def test_the_same_bits_at_any_number_of_threads():
+    core, count, params = CASES["lstm"]
+    x, before = torch.randn(40, 64, H, dtype=f64, requires_grad=True), torch.get_num_threads()
+    params = [p.clone().requires_grad_() for p in params]
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            y = flexsn.scan(core, [x], [torch.zeros(64, H, dtype=f64)] * count, params, strict=True).outputs[0]
+            found.append([y, *torch.autograd.grad(y.sin().sum(), [x, *params])])
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "widths", "want"),
+    [
+        (torch.chunk, ((4, 7), 2, -1), [7], [[Run(0, 0, 0, 4)], [Run(0, 4, 0, 3)]]),
+        (torch.cat, ([(4, 2), (4, 3)], -1), [2, 3], [[Run(0, 0, 0, 2), Run(1, 0, 2, 3)]]),
+        (torch.roll, ((4, 5), 2, -1), [5], [[Run(0, 3, 0, 2), Run(0, 0, 2, 3)]]),
+        (torch.Tensor.__getitem__, ((4, 5), (..., slice(1, 3))), [5], [[Run(0, 1, 0, 2)]]),
+        (torch.roll, ((4, 5), 1, 0), [5], None),  # along the batch
+        (torch.Tensor.__getitem__, ((4, 5), 0), [5], None),
+        (torch.flip, ((4, 5), [-1]), [5], None),
+    ],
+)
+def test_runs_of_values(func, args, widths, want):
+    first, *others = args
+    made = [torch.zeros(s) for s in first] if isinstance(first, list) else torch.zeros(first)
+    f = MixingFunction(func, tuple(range(len(widths))), (made, *others), {})
+    assert moves(f, (4,), widths) == want
