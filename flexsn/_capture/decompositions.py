@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from .._ir.graph import HALF
 from .._ir.rounding import rounding_of
@@ -313,3 +314,30 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     if func in table:
         return table[func]
     return func.decompose if func._can_decompose() else None  # 2.11, 2.14
+
+
+# --- cells, of which PyTorch has one function each: as calls of its other functions ---------------------------------------------
+def _lstm_cell(x: Tensor, hx: tuple[Tensor, Tensor], w: Tensor, u: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Any:
+    h, cell = hx
+    i, f, g, o = (linear(x, w, b) + linear(h, u, c)).chunk(4, -1)
+    cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def _gru_cell(x: Tensor, h: Tensor, w: Tensor, u: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Tensor:
+    (r, z, n), (s, y, m) = linear(x, w, b).chunk(3, -1), linear(h, u, c).chunk(3, -1)
+    z, new = torch.sigmoid(z + y), torch.tanh(n + torch.sigmoid(r + s) * m)
+    return (h - new) * z + new
+
+
+def _rnn_cell(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def cell(x: Tensor, h: Tensor, w: Tensor, u: Tensor, b: Tensor | None = None, c: Tensor | None = None) -> Tensor:
+        return activation(linear(x, w, b) + linear(h, u, c))
+
+    return cell
+
+
+CELLS: dict[Any, Callable[..., Any]] = {
+    torch.lstm_cell: _lstm_cell, torch.gru_cell: _gru_cell, torch.rnn_tanh_cell: _rnn_cell(torch.tanh),
+    torch.rnn_relu_cell: _rnn_cell(torch.relu),
+}  # fmt: skip

@@ -99,7 +99,7 @@ class Recorder(Refusing, TorchDispatchMode):
         if name == "aten::_efficientzerotensor":  # ops on a tensor without memory go past this mode
             func, name = aten.zeros.default, "aten::zeros"
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.refuse_random(func)
+            self.refuse_random(func, args, kwargs)
         if name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
             self.refuse_read("item" if name != "aten::is_nonzero" else name, args[0])
             with disable_modes():

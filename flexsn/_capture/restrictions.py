@@ -109,7 +109,11 @@ class Refusing(Tape):
                 hint="Write the derivative out, or put it in the backward of a `torch.autograd.Function`.",
             ) from None  # fmt: skip
 
-    def refuse_random(self, func: Any) -> None:
+    def refuse_random(self, func: Any, args: tuple, kwargs: dict) -> None:
+        arguments = func._schema.arguments
+        given = {a.name: a.default_value for a in arguments} | dict(zip([a.name for a in arguments], args, strict=False)) | kwargs
+        if given.get("dropout_p") == 0.0:  # of attention
+            return
         raise RandomOpError(
             f"draws random numbers (`{op_name(func)}`)", core=self.sig.core, line=self.line(),
             hint="Draw the noise outside, for the whole sequence, and pass it as one more input [T, *shape].",

@@ -15,7 +15,6 @@ from .._capture.inner import MIXES, MOST
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
 from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues
-from .._ir.graph import HALF
 from .._program.cache import cut_for
 from .._program.inner import inner_dims, layout_of
 from .._program.pairs import ComplexStepError
@@ -45,6 +44,7 @@ from .eager_loop import eager_loop, first_step
 from .fallback import noting, warn_once
 from .mixing.cut import Cut, take_apart
 from .mixing.default_states import DefaultStates, default_states
+from .mixing.precision import precise
 from .mixing.recurrence import Given
 from .mixing.run import run_mixing
 from .prepare import PLAIN, prepare, refuse_freed, stand_in
@@ -248,7 +248,8 @@ def _run_over_parts(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """Run a call with complex numbers, or an inner dim, by the kernel of the core on their parts, which `look` is a look at."""
     if isinstance(look.wrap, Cut):
-        return run_mixing(run_core, Given(core, look, inputs, states, params, options["backend"], None), options["sequences"])
+        autocast = fork.autocast_dtype(inputs[0].device.type)
+        return run_mixing(run_core, Given(core, look, inputs, states, params, options["backend"], autocast), options["sequences"])
     layout: PartsLayout = look.wrap
     parts = layout.split(inputs, states)
     look.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
@@ -270,12 +271,14 @@ def apart_from_mixing(
         CannotFuseError: why none takes the rest, or the `error`.
     """
     mixes = isinstance(error, ShapeMismatchError) or (isinstance(error, NotElementwiseError) and MIXES in error.reason)
-    tensors = [t for t in (*inputs, *states, *params) if t is not None]
     nowhere = key is None and not isinstance(error, ShapeMismatchError)
-    if not mixes or nowhere or seen.wrap is not None or any(t.dtype in HALF for t in tensors):
+    if not mixes or nowhere or seen.wrap is not None:
         raise error
+    inputs, params = [run.upcast(x) for x in inputs], [run.upcast(p) for p in params]
+    states = [None if v is None else run.upcast(v) for v in states]
     try:
-        _, current = first_step(seen.runnable(core), sig, inputs, states, params, num_outputs)
+        precisely = precise(seen.runnable(core), fork.autocast_dtype(inputs[0].device.type))
+        _, current = first_step(precisely, sig, inputs, states, params, num_outputs)
     except Exception:  # whatever the core raises: the loop raises it again, where it would run
         raise error from None
     if key is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from .._capture.signature import Signature, broadcasts, check_returns, check_values, loop_shape, noting_default_states, state_mismatch
 from .._ir.graph import HALF
+from .._runtime.fork import autocast_dtype
 from ..errors import OperandMutationError, ReturnTypeError, ShapeMismatchError
 from .call import upcast
+from .mixing.precision import precise
 
 
 def over_time(
@@ -40,15 +43,16 @@ def eager_loop(
     """Run `core` over T steps.
 
     With a 16-bit float among the operands the core runs in float32 on upcast ones; results are cast to the dtypes that the core
-    returns for the operands as they are.
+    returns for the operands as they are. Products run in their own dtype (`mixing/precision.py`).
 
     Returns:
         Outputs `[T, *shape]`, final states, and, if asked for, state sequences `[T, *shape]`.
     """
     half = any(t is not None and t.dtype in HALF for t in (*inputs, *states, *params))
-    dtypes = _result_dtypes(core, sig, inputs, states, params) if half else None
-    params = [upcast(p) for p in params]
-    run = _carrying_float32(core, sig) if half else core
+    dtypes = result_dtypes(core, sig, inputs, states, params) if half else None
+    params, autocast = [upcast(p) for p in params], autocast_dtype(inputs[0].device.type)
+    run = precise(core, autocast) if half or autocast is not None else core
+    run = _carrying_float32(run, sig) if half else run
     T = inputs[0].shape[0]
     operands = zip(sig.names, (*inputs, *states, *params), strict=True)
     watched = [(n, t, t._version) for n, t in operands if t is not None and not t.is_inference()]
@@ -193,8 +197,11 @@ def first_step(
     return returned, current
 
 
-def _result_dtypes(
+def result_dtypes(
     core: Callable, sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor]
 ) -> list[torch.dtype]:  # fmt: skip
-    """Return the dtypes of the core's returns on the operands as they are."""
-    return [t.dtype for t in first_step(core, sig, inputs, states, params, None)[0]]
+    """Return the dtypes of the core's returns on the operands as they are, under the autocast of the call."""
+    kind = inputs[0].device.type
+    autocast = autocast_dtype(kind)
+    with torch.autocast(kind, autocast) if autocast is not None else contextlib.nullcontext():
+        return [t.dtype for t in first_step(core, sig, inputs, states, params, None)[0]]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
 from .._captured.captured_values import CapturedValues, look
+from .._operator.call import upcast
 from .._operator.mixing.cut import Cut
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
@@ -97,11 +98,11 @@ def of_segment(subject: Subject, look: CapturedValues) -> Subject:
     cut: Cut = look.wrap
     T, first, segment = subject.inputs[0].shape[0], subject.inputs[0], cut.main
     inputs = tuple([
-        subject.inputs[k] if kind == "x" else _leaf(first.new_zeros((T, *meta.shape), dtype=meta.dtype), True)
+        upcast(subject.inputs[k]) if kind == "x" else _leaf(first.new_zeros((T, *meta.shape), dtype=meta.dtype), True)
         for kind, k, i in segment.takes for meta in [segment.meta_of((kind, k, i))]
     ])  # fmt: skip
     pairs = [(subject.states[k], segment.meta_of(("v", k, 0))) for k in segment.states]
-    states = tuple([first.new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs])
+    states = tuple([first.new_zeros(m.shape, dtype=m.dtype) if v is None else upcast(v).expand(m.shape) for v, m in pairs])
     seen = look.wrapped(segment)
     changed: dict[str, Any] = {"inputs": inputs, "states": states, "num_outputs": len(segment.gives), "around": pieces_of(cut)}
     return dataclasses.replace(subject, sig=segment.signature, seen=seen, **changed)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._capture.arguments import Stateful
 from .._capture.signature import core_name, positional_names
@@ -23,7 +23,6 @@ class _Step:
 
     def __init__(self, core: Callable[..., Any], mixing: Mixing, num_inputs: int, num_states: int):
         self.advance, self.mixing = core, mixing
-        self.dtype = _dtype(mixing)
         names = [*positional_names(core)[0][: num_inputs + num_states]]
         names.append(next(name for k in itertools.count() if (name := "y" + "_" * k) not in names))
         self.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in names])
@@ -31,7 +30,7 @@ class _Step:
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         first, before = operands[0], operands[-1]
-        mixed = self.mixing(before if self.dtype is None else before.to(self.dtype))
+        mixed = self.mixing(before)
         if not isinstance(mixed, Tensor):
             raise ArgumentError(f"the mixing returned a {type(mixed).__name__}, not a tensor", core=self.__name__)
         try:
@@ -43,12 +42,6 @@ class _Step:
         return *values, values[0]
 
 
-def _dtype(mixing: Mixing) -> torch.dtype | None:
-    """Return the dtype of a module's parameters if they are 16-bit floats, which cores compute in float32: it needs its operand in that."""
-    own = next(mixing.parameters(), None) if isinstance(mixing, nn.Module) else None
-    return own.dtype if own is not None and own.dtype in (torch.float16, torch.bfloat16) else None
-
-
 class Recurrent(FlexSN):
     """A recurrent layer, `y[t] = neuron(x[t] + mixing(y[t - 1]))`, where `y` is the neuron's first output, and zero before the first step.
 
@@ -58,7 +51,8 @@ class Recurrent(FlexSN):
 
     On a CPU a C++ loop runs layers whose mixing is a product with weights (`nn.Linear`, `lambda y: y @ w`) of float32 or float64; spikes
     that are mostly zero drive rows of the weights. Any other mixing, and any on a GPU, takes turns with the neuron's kernel. Under
-    `torch.compile`, export and `torch.func` such a layer runs as any core that mixes neurons; autocast does not reach into it.
+    `torch.compile`, export and `torch.func` such a layer runs as any core that mixes neurons. Under autocast, and with weights of 16
+    bits, products run in 16 bits, and what they give, spikes and states are computed in float32.
 
     Args:
         neuron: any neuron of flexsn, or a core, with `num_states`.
@@ -105,7 +99,7 @@ class Recurrent(FlexSN):
                 hint="Learn the argument as it is.",
             )  # fmt: skip
         seen = neuron.captured_values()
-        found = [neuron.core, self.mixing, _dtype(self.mixing), *[read() for read in seen.own.values()]]
+        found = [neuron.core, self.mixing, *[read() for read in seen.own.values()]]
         if len(found) == len(self._followed) and all(a is b for a, b in zip(found, self._followed, strict=True)):
             return
         self._followed = found

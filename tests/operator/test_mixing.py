@@ -349,14 +349,80 @@ def test_transforms_take_the_loop():
     torch.testing.assert_close(*[torch.vmap(lambda w, b=b: loss(w, b))(torch.stack([params[0]] * 2)) for b in ("auto", "torch")])
 
 
-def test_autocast_changes_no_dtype():
-    core, (x,), states, params = operands("two products", dtype=f32)
-    w, found = params[0].requires_grad_(), []
-    for enabled in (True, False):
-        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=enabled):
-            y = flexsn.scan(core, [x], states, [w]).outputs[0]
-            found.append((y, *torch.autograd.grad(y.sum(), w)))
-    assert all(map(torch.equal, *found))
+def products_of_16_bits(x, v, s, w):
+    """The step of `lif`, its product in bfloat16."""
+    h = v + (x + (s.bfloat16() @ w.bfloat16()).float() - v) / 2.0
+    s = surrogate.atan(h - 0.3)
+    return s, h * (1.0 - s), s
+
+
+@pytest.mark.parametrize("given", [f32, torch.bfloat16])
+def test_products_follow_autocast(given):
+    """Elementwise ops stay in float32; what comes in 16 bits, as of a layer before, comes out so."""
+    _, (x,), states, params = operands("lif", T=20, dtype=f32)
+    x, w = (2 * x).to(given), params[0].requires_grad_()
+    results = []
+    for core, on, backend in ((lif, True, "auto"), (lif, True, "torch"), (products_of_16_bits, False, "torch")):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=on):
+            starts = [None, None] if on else [torch.zeros_like(v) for v in states]
+            y = flexsn.scan(core, [x if on else x.float()], starts, [w], backend=backend)
+        results.append((y.outputs[0].float(), *torch.autograd.grad(y.outputs[0].float().sin().sum(), w)))
+        assert y.outputs[0].dtype is (given if on else f32)
+    assert results[0][0].any()
+    for spikes, grad in results[:2]:
+        assert torch.equal(spikes, results[2][0])
+        torch.testing.assert_close(grad, results[2][1], rtol=3e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits(dtype):
+    """States and sums are carried in float32; only operands of products are rounded."""
+    layer, norm = nn.Linear(H, H).to(dtype), nn.LayerNorm(H).to(dtype)
+
+    def core(x, v):
+        v = 0.9 * v + 0.1 * torch.tanh(x + norm(layer(v)))
+        return v, v
+
+    def want(x, v):
+        mixed = torch.nn.functional.linear(v.to(dtype), layer.weight, layer.bias).float()
+        v = 0.9 * v + 0.1 * torch.tanh(x + torch.nn.functional.layer_norm(mixed, (H,), norm.weight.float(), norm.bias.float()))
+        return v, v
+
+    x = torch.randn(20, 3, H).to(dtype)
+    for backend in ("auto", "torch"):
+        found = flexsn.scan(core, [x], [None], backend=backend)
+        assert found.outputs[0].dtype is found.states[0].dtype is dtype
+        exact = flexsn.scan(want, [x.float()], [torch.zeros(3, H)], backend="torch").outputs[0]
+        torch.testing.assert_close(found.outputs[0].float(), exact.to(dtype).float(), rtol=1e-2, atol=1e-3)
+        for p in torch.autograd.grad(found.outputs[0].float().sum(), [layer.weight, norm.bias]):
+            assert p.dtype is dtype and p.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, functools.partial(nn.RNNCell, nonlinearity="relu")])
+def test_cells_of_pytorch(kind):
+    """Taken as the calls that they are made of; their default states are as wide as the cell."""
+    cell, x = kind(INPUTS, H, dtype=f64), torch.randn(6, 3, INPUTS, dtype=f64)
+    count = 2 if kind is nn.LSTMCell else 1
+
+    def core(x, *states):
+        after = cell(x, states if count == 2 else states[0])
+        return (after[0], *after) if count == 2 else (after, after)
+
+    found = []
+    for backend in ("auto", "torch"):
+        y = flexsn.scan(core, [x], [None] * count, backend=backend).outputs[0]
+        found.append([y, *torch.autograd.grad(y.sin().sum(), list(cell.parameters()))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_without_dropout():
+    def core(x, v):
+        q = v.unflatten(-1, (2, 3)).transpose(1, 2)
+        v = torch.tanh(x + torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(-2))
+        return v, v
+
+    check_mixing(core, [torch.randn(4, 3, 5, 6, dtype=f64)], [torch.rand(3, 5, 6, dtype=f64)], [])
 
 
 def test_captured_tensors_that_change():

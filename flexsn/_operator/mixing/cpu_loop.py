@@ -83,7 +83,7 @@ class _Steps:
             sources.append(self.values[p] if p in self.values else self.walk.rows_of(self.loop.known[p], self.loop.known[p].shape[-1]))
             if sources[-1].tensor.dtype is not self.walk.dtype:
                 raise CannotWalk
-        kind = f.weights
+        kind = f.weights if f.autocast is None else None
         kind = kind if kind is not None else Norm.of(f, sources[0].width, self.walk.dtype)
         kind = kind if kind is not None else moves(f, self.walk.lead, [source.width for source in sources])
         if kind is None:

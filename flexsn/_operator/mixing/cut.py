@@ -20,7 +20,8 @@ from ..._capture.signature import Signature
 from ..._capture.trace import Meta, recording, trace
 from ..._ir.identifiers import assigned_name
 from ...errors import FlexSNError, NotElementwiseError
-from .mixing_calls import NOTHING, Answering, Mixing, Place, Segment, name_of, tensors_in
+from .mixing_calls import NOTHING, Answering, Mixing, Place, Segment, name_of
+from .precision import in_its_dtype, tensors_in
 
 _MOST = 32  # calls that mix neurons
 
@@ -138,7 +139,7 @@ def take_apart(
 
         def answer(number: int, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             before = recorder.error
-            result = func(*args, **kwargs)
+            result = in_its_dtype(func, args, kwargs, None)
             why, recorder.error = recorder.error, before
             if why is before:
                 return result

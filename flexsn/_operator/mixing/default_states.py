@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..._capture.decompositions import CELLS
 from ..._capture.signature import Signature
 from ..._capture.trace import Meta
 from ...errors import ShapeMismatchError
-from .mixing_calls import tensors_in
+from .precision import tensors_in
 
 _MOST_RUNS = 6
 
@@ -31,10 +32,15 @@ class DefaultStates:
 
 
 class _Zeros(TorchFunctionMode):
-    """While inside, a zero of unknown shape takes the shape of what it is added to; a function that it does not suit gives such a zero."""
+    """While inside, a zero of unknown shape takes the shape of what it is added to; a function that it does not suit gives such a zero.
 
-    def __init__(self) -> None:
+    Args:
+        dims: how many it says that it has.
+    """
+
+    def __init__(self, dims: int) -> None:
         super().__init__()
+        self.dims = dims
         self.unknown: dict[int, Tensor] = {}
 
     def zero(self, like: Tensor) -> Tensor:
@@ -44,6 +50,11 @@ class _Zeros(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in CELLS:
+            with self:
+                return CELLS[func](*args, **kwargs)
+        if func is Tensor.dim and id(args[0]) in self.unknown:  # which modules ask for
+            return self.dims
         tensors = list(tensors_in((args, kwargs)))
         if not any(id(t) in self.unknown for t in tensors):
             return func(*args, **kwargs)
@@ -72,7 +83,7 @@ def default_states(
     step = [x[0] if len(x) else x.new_zeros(x.shape[1:]) for x in inputs]
     found: list[Tensor | None] = list(states)
     for _ in range(_MOST_RUNS):
-        with torch.no_grad(), _Zeros() as zeros:
+        with torch.no_grad(), _Zeros(step[0].dim()) as zeros:
             given = [zeros.zero(step[0]) if v is None else v for v in found]
             returned = core(*step, *given, *params)
             values = (returned,) if isinstance(returned, Tensor) else tuple(returned)

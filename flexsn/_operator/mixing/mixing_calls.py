@@ -7,7 +7,7 @@ elementwise goes the way of any core.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..._capture.decompositions import CELLS
 from ..._capture.signature import Signature
 from ..._capture.trace import Meta
 from ...errors import NotElementwiseError
 from .cpp_products import outer
+from .precision import in_its_dtype, tensors_in, with_tensors
 
 # What a step takes and computes: `("x", k, 0)` an input, `("v", k, 0)` a state before the step and `("n", k, 0)` after it, `("y", k, 0)` an
 # output, `("m", j, i)` result i of mixing call j, `("a", j, i)` its operand i if that is computed.
@@ -104,7 +106,7 @@ class Segment:
 
             def answer(number: int, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
                 if (j := number_of.get(number)) is None:
-                    return func(*args, **kwargs)
+                    return in_its_dtype(func, args, kwargs, None)
                 tensors, call = list(tensors_in((args, kwargs))), self.mixing[j]
                 found.update({("a", j, i): tensors[k] for i, k in enumerate(call.moving)})
                 return call.returned([of(("m", j, i)) for i in range(len(call.results))])
@@ -121,24 +123,21 @@ class Segment:
 
 
 class Answering(TorchFunctionMode):
-    """While inside, calls of PyTorch's functions are counted, and `answer(number, func, args, kwargs)` makes their results."""
+    """While inside, calls of PyTorch's functions are counted, and `answer(number, func, args, kwargs)` makes their results.
+
+    A cell, as of `nn.LSTMCell`, is the calls that it is made of.
+    """
 
     def __init__(self, answer: Callable[..., Any]):
         super().__init__()
         self.answer, self.count = answer, -1
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in CELLS:
+            with self:
+                return CELLS[func](*args, **(kwargs or {}))
         self.count += 1
         return self.answer(self.count, func, args, kwargs or {})
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list, dict)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors_in(value)
 
 
 class MixingFunction:
@@ -148,23 +147,16 @@ class MixingFunction:
         fixed: the other tensors among its arguments, of which autograd knows how the core made them.
     """
 
-    def __init__(self, func: Callable, moving: Sequence[int], args: Any, kwargs: dict[str, Any]):
-        self.func, self.moving, self.args, self.kwargs = func, moving, args, kwargs
+    def __init__(self, func: Callable, moving: Sequence[int], args: Any, kwargs: dict[str, Any], autocast: torch.dtype | None = None):
+        self.func, self.moving, self.args, self.kwargs, self.autocast = func, moving, args, kwargs, autocast
         self.fixed = [t for k, t in enumerate(tensors_in((args, kwargs))) if k not in moving]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return its results for one step; `tensors`: its operands, then the fixed ones."""
         operands, fixed = iter(tensors[: len(self.moving)]), iter(tensors[len(self.moving) :])
         given = iter([next(operands) if k in self.moving else next(fixed) for k in range(len(tensors))])
-
-        def put(tree: Any) -> Any:
-            if isinstance(tree, Tensor):
-                return next(given)
-            if isinstance(tree, dict):
-                return {key: put(value) for key, value in tree.items()}
-            return type(tree)(map(put, tree)) if isinstance(tree, (tuple, list)) else tree
-
-        return tuple(tensors_in(self.func(*put(self.args), **put(self.kwargs))))
+        args, kwargs = with_tensors((self.args, self.kwargs), given)
+        return tuple(tensors_in(in_its_dtype(self.func, args, kwargs, self.autocast)))
 
     def over_time(self, operands: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return its results for all steps, `[T, ...]`."""
@@ -182,7 +174,7 @@ class MixingFunction:
     def pulled(self, operands: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]) -> Sequence[Tensor | None]:
         """Return the gradients of its operands at one step, then those of `fixed` that are needed; of products without the latter."""
         if (weights := self.weights) is not None:
-            return [grads[0] @ weights.T]
+            return [(grads[0].to(self._dtype) @ weights.T.to(self._dtype)).to(grads[0].dtype)]
         with torch.enable_grad():
             operands = [t.detach().requires_grad_(t.is_floating_point()) for t in operands]
             fixed = [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs, strict=True)]
@@ -201,22 +193,29 @@ class MixingFunction:
         """
         by, found = grads.reshape(-1, grads.shape[-1]), None
         if needs[0]:
-            found = _of_weights(first.reshape(-1, first.shape[-1]), later.reshape(-1, first.shape[-1]), by)
+            found = self._of_weights(first.reshape(-1, first.shape[-1]), later.reshape(-1, first.shape[-1]), by)
             found = found.T if self.func is torch.nn.functional.linear else found
         return [found, *[by.sum(0) if need else None for need in needs[1:]]]
 
+    def _of_weights(self, first: Tensor, later: Tensor, grads: Tensor) -> Tensor:
+        """Return the gradient of `w` in `a @ w`, rows of `a` given in two parts."""
+        if (found := outer(first, later, grads)) is not None:
+            return found
+        first, later, grads = [t.to(self._dtype) for t in (first, later, grads)]
+        return torch.addmm(first.T @ grads[: len(first)], later.T, grads[len(first) :])
 
-def _of_weights(first: Tensor, later: Tensor, grads: Tensor) -> Tensor:
-    """Return the gradient of `w` in `a @ w`, rows of `a` given in two parts."""
-    found = outer(first, later, grads)
-    return torch.addmm(first.T @ grads[: len(first)], later.T, grads[len(first) :]) if found is None else found
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype in which a product runs."""
+        own = self.fixed[0].dtype
+        return self.autocast if self.autocast is not None and own is torch.float32 else own
 
 
 _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
 
 def mixing_functions(
-    mixing: Sequence[Mixing], calls: int, core: Callable, name: str, operands: Sequence[Tensor]
+    mixing: Sequence[Mixing], calls: int, core: Callable, name: str, operands: Sequence[Tensor], autocast: torch.dtype | None
 ) -> list[MixingFunction]:  # fmt: skip
     """Run one step of a core; return its calls that mix neurons.
 
@@ -224,6 +223,7 @@ def mixing_functions(
         calls: how many calls of PyTorch it made at its capture.
         name: of the core.
         operands: of one step, and params.
+        autocast: the dtype of autocast at the call of the core; None where it is off.
 
     Raises:
         NotElementwiseError: it makes other calls now, as what is no capture tells it to.
@@ -233,10 +233,10 @@ def mixing_functions(
 
     def answer(number: int, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if (call := by_number.get(number)) is None:
-            return func(*args, **kwargs)
+            return in_its_dtype(func, args, kwargs, autocast)
         if call.name != name_of(func):
             raise other
-        found.append(MixingFunction(func, call.moving, args, kwargs))
+        found.append(MixingFunction(func, call.moving, args, kwargs, autocast))
         return call.returned([operands[0].new_zeros(meta.shape, dtype=meta.dtype) for meta in call.results])
 
     with Answering(answer) as answering:

@@ -27,7 +27,7 @@ Rows = dict[Place, Tensor]  # of one step, `[1, ...]`
 
 
 class Given(NamedTuple):
-    """What a call is given."""
+    """What a call is given; the dtype of autocast, None where it is off."""
 
     core: Callable
     look: CapturedValues  # at a cut, which is its `wrap`
@@ -35,7 +35,7 @@ class Given(NamedTuple):
     states: Sequence[Tensor | None]
     params: tuple[Tensor, ...]
     backend: str
-    num_outputs: int | None
+    autocast: torch.dtype | None
 
     def look_at(self, segment: Segment) -> CapturedValues:
         """Return a look at a segment."""

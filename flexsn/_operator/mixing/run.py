@@ -8,7 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .cut import AtOnce, Cut, Recurrence, Scan
+from ..._ir.graph import HALF
+from ..call import upcast
+from ..eager_loop import result_dtypes
+from .cut import AtOnce, Recurrence, Scan
 from .feedback import Whole, with_feedback
 from .mixing_calls import NOTHING, Place, Segment, mixing_functions
 from .recurrence import Given, Loop
@@ -22,7 +25,9 @@ def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Re
     Returns:
         Final states, state sequences (if asked for), outputs.
     """
-    cut: Cut = given.look.wrap
+    cut, operands = given.look.wrap, [*given.inputs, *given.states, *given.params]
+    if any(t is not None and t.dtype in HALF for t in operands):
+        return _as_given(run_mixing(run, _upcast(given), sequences), given)
     call = _MixingRun(run, given, sequences)
     for piece in cut.pieces:
         if isinstance(piece, AtOnce):
@@ -35,6 +40,24 @@ def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Re
     numbers = range(len(call.states))
     outputs = [call.known["y", k, 0] for k in range(cut.outputs)]
     return [call.finals[k] for k in numbers], [call.trail[k] for k in numbers] if sequences else [], outputs
+
+
+def _upcast(given: Given) -> Given:
+    """Return the call in float32."""
+    inputs, states = [upcast(x) for x in given.inputs], [None if v is None else upcast(v) for v in given.states]
+    return given._replace(inputs=inputs, states=states, params=tuple([upcast(p) for p in given.params]))
+
+
+def _as_given(results: Results, given: Given) -> Results:
+    """Return results in the dtypes that the core returns for the operands as they are."""
+    operands, known = [*given.inputs, *given.states, *given.params], given.look.over_parts
+    key = ("dtypes", given.autocast, *[None if t is None else t.dtype for t in operands])
+    if key not in known:
+        known[key] = result_dtypes(given.look.runnable(given.core), given.look.wrap.sig, given.inputs, given.states, given.params)
+    finals, trail, outputs = results
+    of_outputs, of_states = known[key][: len(outputs)], known[key][len(outputs) :]
+    finals, trail = [[t.to(d) for t, d in zip(group, of_states, strict=False)] for group in (finals, trail)]
+    return finals, trail, [y.to(d) for y, d in zip(outputs, of_outputs, strict=True)]
 
 
 class _MixingRun:
@@ -53,7 +76,9 @@ class _MixingRun:
         pairs = zip(given.states, self.cut.metas[len(given.inputs) :], strict=True)
         self.states = [first[0].new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs]
         core = given.look.runnable(given.core)
-        self.mix = mixing_functions(self.cut.mixing, self.cut.calls, core, self.cut.sig.core, [*first, *self.states, *given.params])
+        self.mix = mixing_functions(
+            self.cut.mixing, self.cut.calls, core, self.cut.sig.core, [*first, *self.states, *given.params], given.autocast
+        )
         self.finals, self.trail = dict[int, Tensor](), dict[int, Tensor]()
 
     def sequence(self, place: Place) -> Tensor:
