@@ -15,6 +15,7 @@ from .._capture.inner import MIXES, MOST
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
 from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues
+from .._ir.graph import HALF
 from .._program.cache import cut_for
 from .._program.inner import inner_dims, layout_of
 from .._program.pairs import ComplexStepError
@@ -272,12 +273,14 @@ def apart_from_mixing(
     """
     mixes = isinstance(error, ShapeMismatchError) or (isinstance(error, NotElementwiseError) and MIXES in error.reason)
     nowhere = key is None and not isinstance(error, ShapeMismatchError)
-    if not mixes or nowhere or seen.wrap is not None:
+    autocast = fork.autocast_dtype(inputs[0].device.type)
+    loops = autocast is None and any(t is not None and t.dtype in HALF for t in (*inputs, *states, *params))
+    if not mixes or nowhere or loops or seen.wrap is not None:
         raise error
     inputs, params = [run.upcast(x) for x in inputs], [run.upcast(p) for p in params]
     states = [None if v is None else run.upcast(v) for v in states]
     try:
-        precisely = precise(seen.runnable(core), fork.autocast_dtype(inputs[0].device.type))
+        precisely = precise(seen.runnable(core), autocast)
         _, current = first_step(precisely, sig, inputs, states, params, num_outputs)
     except Exception:  # whatever the core raises: the loop raises it again, where it would run
         raise error from None
