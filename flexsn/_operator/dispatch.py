@@ -280,7 +280,7 @@ def apart_from_mixing(
     inputs, params = [run.upcast(x) for x in inputs], [run.upcast(p) for p in params]
     states = [None if v is None else run.upcast(v) for v in states]
     try:
-        precisely = precise(seen.runnable(core), autocast)
+        precisely = precise(seen.runnable(core), autocast, sig.num_inputs + sig.num_states)
         _, current = first_step(precisely, sig, inputs, states, params, num_outputs)
     except Exception:  # whatever the core raises: the loop raises it again, where it would run
         raise error from None

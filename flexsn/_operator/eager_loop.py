@@ -51,7 +51,7 @@ def eager_loop(
     half = any(t is not None and t.dtype in HALF for t in (*inputs, *states, *params))
     dtypes = result_dtypes(core, sig, inputs, states, params) if half else None
     params, autocast = [upcast(p) for p in params], autocast_dtype(inputs[0].device.type)
-    run = precise(core, autocast) if half or autocast is not None else core
+    run = precise(core, autocast, sig.num_inputs + sig.num_states) if half or autocast is not None else core
     run = _carrying_float32(run, sig) if half else run
     T = inputs[0].shape[0]
     operands = zip(sig.names, (*inputs, *states, *params), strict=True)

@@ -132,7 +132,7 @@ class _Teller:
             why = f"No call that mixes neurons lies in the loop of {self.names(new)} from step to step." if new else "It advances no state."
             if loop:
                 why = f"The next step starts from {self.names(new)}." if new else "A call of the same step takes what it gives."
-        outputs = tuple([self.name(p).removeprefix("the ") for p in gives if p[0] == "y"])
+        outputs = tuple([self.name((kind, k, i)).removeprefix("the ") for kind, k, i in gives if kind == "y"])
         given = dict.fromkeys((self.name(p), self.giver.get(p, "")) for p in takes)
         return Piece(number, name, text, why, tuple(filter(None, lines)), tuple(given), outputs)
 

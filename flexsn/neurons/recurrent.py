@@ -49,8 +49,9 @@ class Recurrent(FlexSN):
     output. Carried `states` are the neuron's, then `y`. The neuron is not called: of it the layer takes the core with its arguments,
     where its states start, and how many there are.
 
-    On a CPU a C++ loop runs layers whose mixing is a product with weights (`nn.Linear`, `lambda y: y @ w`) of float32 or float64; spikes
-    that are mostly zero drive rows of the weights. Any other mixing, and any on a GPU, takes turns with the neuron's kernel. Under
+    On a CPU a C++ loop runs layers whose mixing is made of products with weights (`nn.Linear`, `lambda y: y @ w`), norms over the last dim
+    and elementwise ops, in float32 or float64; spikes that are mostly zero drive rows of the weights. Any other mixing, any under autocast,
+    and any on a GPU, takes turns with the neuron's kernel. Under
     `torch.compile`, export and `torch.func` such a layer runs as any core that mixes neurons. Under autocast, and with weights of 16
     bits, products run in 16 bits, and what they give, spikes and states are computed in float32.
 

@@ -46,6 +46,7 @@ class Array:
 
     @property
     def width(self) -> int:
+        """The values of a row: of one sequence at one step."""
         return self.tensor.shape[-1]
 
     @property
@@ -59,6 +60,7 @@ class Array:
         return Array(self.tensor[..., at : at + width], self.kind, first)
 
     def pointers(self) -> tuple[int, int]:
+        """Return the addresses of the rows, and of the one at step 0 if it lies apart."""
         return self.tensor.data_ptr(), 0 if self.first is None else self.first.data_ptr()
 
     def strides(self) -> tuple[int, int, int]:
@@ -85,6 +87,7 @@ class Walk:
         self.widest = 1
 
     def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
+        """Return an array with memory of its own."""
         return Array(torch.empty((rows, self.sequences, width), dtype=dtype or self.dtype))
 
     def rows_of(self, sequence: Tensor, width: int) -> Array:
@@ -107,6 +110,7 @@ class Walk:
         return array.unflatten(1, self.lead) if self.lead else array.squeeze(1)
 
     def place(self, array: Array | None) -> int:
+        """Return the number under which ops name an array; -1 of none."""
         if array is None:
             return -1
         for k, other in enumerate(self.arrays):
@@ -117,11 +121,13 @@ class Walk:
         return len(self.arrays) - 1
 
     def pointer(self, address: int | None, keeps: Any) -> int:
+        """Return the number under which ops name an address, which is good as long as `keeps` lives."""
         self.kept.append(keeps)
         self.pointers.append(address or 0)
         return len(self.pointers) - 1
 
     def weights(self, tensor: Tensor | None) -> int:
+        """Return the number under which ops name weights; -1 of none."""
         dense = None if tensor is None else tensor.detach().contiguous()
         if dense is not None and dense.dtype is not self.dtype:
             raise CannotWalk
@@ -131,7 +137,7 @@ class Walk:
     def kernel(
         self, call: Call, launch: Any, prologue: Any, operands: Sequence[Tensor], reads: Mapping[Role, Array], writes: Mapping[Role, Array]
     ) -> None:
-        """Run the kernel of one step of a segment.
+        """Run the kernel of one step of a segment; `reads`, `writes`: where its inputs, states and results lie.
 
         Args:
             launch, prologue: what runs, and what computes its params.
@@ -166,18 +172,22 @@ class Walk:
         self.ops.append([_KERNEL, *functions, width, dense, len(dims), len(found), *dims, *map(self.place, found)])
 
     def product(self, source: Array, target: Array, w: Tensor, bias: Tensor | None = None, *, adds: bool = False) -> None:
+        """Write `source @ w + bias` to the target, or add it."""
         if w.shape != (source.width, target.width) or (bias is not None and bias.shape != w.shape[1:]):
             raise CannotWalk
         self.ops.append([_PRODUCT, self.place(source), self.place(target), *w.shape, adds, self.weights(w), self.weights(bias)])
 
     def copy(self, source: Array, target: Array, *, adds: bool = False) -> None:
+        """Copy rows to the target, or add them."""
         self.ops.append([_COPY, self.place(source), self.place(target), source.width, adds])
 
     def norm(self, source: Array, target: Array, norm: Norm) -> None:
+        """Write what `layer_norm` makes of rows to the target."""
         given = [self.weights(t) for t in (norm.weight, norm.bias, norm.eps)]
         self.ops.append([_NORM, self.place(source), self.place(target), source.width, *given])
 
     def norm_back(self, source: Array, grad: Array, target: Array, norm: Norm) -> None:
+        """Write the cotangent of what a norm takes to the target; `grad`: that of what it gives."""
         given = [self.weights(t) for t in (norm.weight, norm.eps)]
         self.ops.append([_NORM_BACK, self.place(source), self.place(grad), self.place(target), source.width, *given])
 

@@ -169,7 +169,7 @@ class MixingFunction:
             return None
         if self.func is torch.nn.functional.linear:
             return self.fixed[0].T
-        return self.fixed[0] if self.func in _PRODUCTS else None
+        return self.fixed[0] if self.func in _BY_WEIGHTS else None
 
     def pulled(self, operands: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]) -> Sequence[Tensor | None]:
         """Return the gradients of its operands at one step, then those of `fixed` that are needed; of products without the latter."""
@@ -211,7 +211,7 @@ class MixingFunction:
         return self.autocast if self.autocast is not None and own is torch.float32 else own
 
 
-_PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
+_BY_WEIGHTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
 
 def mixing_functions(
@@ -233,7 +233,7 @@ def mixing_functions(
 
     def answer(number: int, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if (call := by_number.get(number)) is None:
-            return in_its_dtype(func, args, kwargs, autocast)
+            return in_its_dtype(func, args, kwargs, None)
         if call.name != name_of(func):
             raise other
         found.append(MixingFunction(func, call.moving, args, kwargs, autocast))

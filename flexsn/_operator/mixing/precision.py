@@ -6,7 +6,7 @@ gives goes on in float32, as sums and states do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,11 @@ _PRODUCTS = {
     torch.einsum, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.addmm,
     F.scaled_dot_product_attention,
 }  # fmt: skip
-
-
 _NORMS = {F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm, F.rms_norm, torch.layer_norm, torch.group_norm}
 
 
 def in_its_dtype(func: Callable, args: Any, kwargs: dict[str, Any], autocast: torch.dtype | None) -> Any:
-    """Call a function of PyTorch; a product as the module says, and return float32 for what it computed in 16 bits. Norms run in float32.
+    """Call a function of PyTorch, and return its result: products in the dtype that this module says, norms in float32.
 
     Args:
         autocast: the dtype of autocast at the call of the core; None where it is off.
@@ -52,21 +50,30 @@ def in_its_dtype(func: Callable, args: Any, kwargs: dict[str, Any], autocast: to
 
 
 class Products(TorchFunctionMode):
-    """While inside, products run in their dtype."""
+    """While inside, calls of PyTorch go by `in_its_dtype`; autocast reaches those that take what depends on time.
 
-    def __init__(self, autocast: torch.dtype | None):
+    Args:
+        moving: tensors that do.
+    """
+
+    def __init__(self, autocast: torch.dtype | None, moving: Sequence[Tensor]):
         super().__init__()
-        self.autocast = autocast
+        self.autocast, self.moving = autocast, {id(t): t for t in moving}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return in_its_dtype(func, args, kwargs or {}, self.autocast)
+        kwargs = kwargs or {}
+        if not any(id(t) in self.moving for t in tensors_in((args, kwargs))):
+            return in_its_dtype(func, args, kwargs, None)
+        result = in_its_dtype(func, args, kwargs, self.autocast)
+        self.moving |= {id(t): t for t in tensors_in(result)}
+        return result
 
 
-def precise(core: Callable, autocast: torch.dtype | None) -> Callable:
-    """Return the core with products in their dtype."""
+def precise(core: Callable, autocast: torch.dtype | None, moving: int) -> Callable:
+    """Return the core, whose products and norms go by `in_its_dtype`; its first `moving` operands depend on time."""
 
     def run(*operands: Tensor) -> Any:
-        with Products(autocast):
+        with Products(autocast, operands[:moving]):
             return core(*operands)
 
     return run

@@ -27,7 +27,11 @@ Rows = dict[Place, Tensor]  # of one step, `[1, ...]`
 
 
 class Given(NamedTuple):
-    """What a call is given; the dtype of autocast, None where it is off."""
+    """What a call is given.
+
+    Attributes:
+        autocast: the dtype of autocast where the core was called; None where it was off.
+    """
 
     core: Callable
     look: CapturedValues  # at a cut, which is its `wrap`
