@@ -32,7 +32,9 @@ _outer = _Outer()
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """Return the dtype of autocast on a type of device where a core was called; None where it is off."""
+    """Return the dtype of autocast on a type of device where a core was called; None where it is off, or unknown as on "meta"."""
+    if not torch.amp.is_autocast_available(kind):
+        return None
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else _outer.dtypes.get(kind)
 
 
