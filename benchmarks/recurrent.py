@@ -1,4 +1,4 @@
-"""Recurrent LIF layers on a CPU: `python benchmarks/recurrent.py --json out.json`.
+"""Recurrent LIF layers: `python benchmarks/recurrent.py --json out.json`, on a GPU with `--device cuda`.
 
 `flexsn.Recurrent(LIF, Linear)` and the same step in a plain loop over `x.unbind(0)` take turns, inference and training steps, at several
 widths and rates of spikes; `nn.RNN` (tanh) of the same size beside them. Then a network as for SHD: 700 inputs, 256 recurrent ALIF, 20
@@ -46,10 +46,12 @@ class Plain(nn.Module):
 def in_turns(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
     """Return median and best seconds of each, run in turns."""
     times: dict[str, list[float]] = {name: [] for name in runs}
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     for turn in range(repeats + 2):
         for name, run in runs.items():
             begin = time.perf_counter()
             run()
+            wait()
             if turn >= 2:
                 times[name].append(time.perf_counter() - begin)
     return {name: {"median_s": statistics.median(found), "best_s": min(found)} for name, found in times.items()}
@@ -62,13 +64,13 @@ def with_ratios(rows: dict[str, dict[str, float]]) -> dict:
     return {"times": rows, "over_flexsn": ratios}
 
 
-def layer_case(T: int, batch: int, hidden: int, drive: float, repeats: int) -> dict:
+def layer_case(T: int, batch: int, hidden: int, drive: float, device: str, repeats: int) -> dict:
     torch.manual_seed(0)
-    layer = flexsn.Recurrent(flexsn.LIF(), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True)
+    layer = flexsn.Recurrent(flexsn.LIF(), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True).to(device)
     with torch.no_grad():
         layer.mixing.weight.mul_(0.5)
-    plain, rnn, x = Plain(layer), nn.RNN(hidden, hidden), torch.randn(T, batch, hidden) * 0.6 + drive
-    leaf, cotangent = x.clone().requires_grad_(), torch.randn(T, batch, hidden)
+    plain, rnn, x = Plain(layer), nn.RNN(hidden, hidden, device=device), torch.randn(T, batch, hidden, device=device) * 0.6 + drive
+    leaf, cotangent = x.clone().requires_grad_(), torch.randn(T, batch, hidden, device=device)
     with torch.no_grad():
         spikes = layer(x)
         same = (spikes == plain(x)).float().mean().item()
@@ -95,13 +97,13 @@ def layer_case(T: int, batch: int, hidden: int, drive: float, repeats: int) -> d
     }  # fmt: skip
 
 
-def shd_like(repeats: int) -> dict:
+def shd_like(device: str, repeats: int) -> dict:
     torch.manual_seed(0)
     T, batch, hidden = 100, 64, 256
-    x = (torch.rand(T, batch, 700) < 0.03).float()
-    target = torch.randint(0, 20, (batch,))
-    layer = flexsn.Recurrent(flexsn.ALIF(tau=20.0, r=20.0), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True)
-    w_in, w_out = nn.Linear(700, hidden), nn.Linear(hidden, 20)
+    x = (torch.rand(T, batch, 700, device=device) < 0.03).float()
+    target = torch.randint(0, 20, (batch,), device=device)
+    layer = flexsn.Recurrent(flexsn.ALIF(tau=20.0, r=20.0), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True).to(device)
+    w_in, w_out = nn.Linear(700, hidden, device=device), nn.Linear(hidden, 20, device=device)
     runs = {}
     for name, run in (("flexsn", layer), ("loop", Plain(layer))):
         optimizer = torch.optim.Adam([*layer.parameters(), *w_in.parameters(), *w_out.parameters()], lr=0.0)
@@ -120,14 +122,16 @@ def shd_like(repeats: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    load = os.getloadavg()[0]
+    load, device, repeats = os.getloadavg()[0], options.device, options.repeats
     sizes = [(100, 64, 128, 0.6), (100, 64, 256, 0.6), (100, 64, 256, 0.0), (100, 64, 512, 0.6)]
     found = {
         "machine": machine(), "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
-        "date": datetime.date.today().isoformat(), "threads": torch.get_num_threads(), "repeats": options.repeats, "load_before": load,
-        "layers": [layer_case(*size, options.repeats) for size in sizes], "shd_like": shd_like(options.repeats),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "date": datetime.date.today().isoformat(),
+        "threads": torch.get_num_threads(), "repeats": repeats, "load_before": load,
+        "layers": [layer_case(*size, device, repeats) for size in sizes], "shd_like": shd_like(device, repeats),
     }  # fmt: skip
     print(json.dumps(found, indent=1))
     if options.json:

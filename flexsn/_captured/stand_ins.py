@@ -348,7 +348,7 @@ class Walk:
 
     def _holds(self, path: str, value: Any) -> None:
         inside = value.values() if isinstance(value, dict) else value
-        self.simple = self.simple and all(isinstance(one, (*CONSTANTS, Tensor)) for one in inside)
+        self.simple = self.simple and all(isinstance(one, (*CONSTANTS, Tensor, nn.Module)) and one is not self._root for one in inside)
         self._sized(path, value)
 
     def _sized(self, path: str, value: Any) -> None:

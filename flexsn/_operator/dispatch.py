@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -292,7 +292,9 @@ def apart_from_mixing(
     cut = cut_for(take_apart, on_stand_ins, seen, sig, metas, inputs[0].device, captured, num_outputs)
     if not cut.mixing:
         raise error
-    return seen.wrapped(cut)
+    over = seen.over_parts.get(cut) or seen.wrapped(cut)  # the same for another T
+    _keep(seen.over_parts, cut, over)
+    return over
 
 
 Result = TypeVar("Result")
@@ -365,7 +367,7 @@ def _refuse_stale(sig: Signature, inputs: Sequence[Tensor], states: Sequence[Ten
 _MOST_CALLS = 256
 
 
-def _keep(known: dict, key: tuple | None, value: Any) -> None:
+def _keep(known: dict, key: Hashable | None, value: Any) -> None:
     """Keep what is known of a kind of calls; None is none that comes again."""
     if key is not None:
         if len(known) >= _MOST_CALLS:

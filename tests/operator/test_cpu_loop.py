@@ -71,7 +71,7 @@ def narrow_to_wide(x, v, up, down):
 
 
 def weights(*shape, seed=1):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=f64) * 0.4
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=f64, device="cpu") * 0.4
 
 
 CASES = {

@@ -61,6 +61,8 @@ class _Steps:
     def __init__(self, loop: Any):
         start, metas = next(iter(loop.start.values())), [meta for j in loop.piece.calls for meta in loop.mixing[j].results]
         dtype, lead = metas[0].dtype, start.shape[:-1]
+        if start.device.type != "cpu":
+            raise CannotWalk
         metas += loop.start.values()
         if dtype not in cpp_products.DTYPES or not start.dim() or any(m.dtype is not dtype or m.shape[:-1] != lead for m in metas):
             raise CannotWalk

@@ -19,7 +19,7 @@ from ..._captured.captured_values import CapturedValues
 from ..._torch.tensors import has_storage
 from ..call import Backward, Call
 from ..prepare import prepare
-from . import cpu_loop
+from . import cpu_loop, gpu_loop
 from .cut import Recurrence
 from .mixing_calls import MixingFunction, Place, Segment
 
@@ -136,15 +136,15 @@ class Loop:
     """
 
     def __init__(
-        self, given: Given, piece: Recurrence, known: Mapping[Place, Tensor], states: Mapping[int, Tensor], mix: Sequence[MixingFunction]
-    ):
+        self, given: Given, piece: Recurrence, known: Mapping[Place, Tensor], states: Mapping[int, Tensor],
+        mix: Mapping[int, MixingFunction], captured: Mapping[str, Tensor], T: int,
+    ):  # fmt: skip
         cut = given.look.wrap
-        self.given, self.piece, self.T, self.mixing, self.mix = given, piece, given.inputs[0].shape[0], cut.mixing, mix
+        self.given, self.piece, self.T, self.mixing, self.mix, self.captured = given, piece, T, cut.mixing, mix, captured
         self.known = {p: t.detach() for p, t in known.items()}
         self.start = {k: v.detach() for k, v in states.items()}
         self.results_of = {j: [("m", j, i) for i in range(len(cut.mixing[j].results))] for j in piece.calls}
         own = {("v", k, 0) for k in states} | {p for places in self.results_of.values() for p in places}
-        captured = given.look.tensors()
         self.steps = [[OneStep(given, segment, own, captured) for segment in stage.segments] for stage in piece.stages]
         self.gives = [p for step in self.steps[-1] for p in step.segment.gives]
         self.asked = [p for steps in self.steps[:-1] for step in steps for p in step.segment.gives]
@@ -152,8 +152,28 @@ class Loop:
         self.views = set[int]()  # calls whose results are views of their operand
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
-        self.on_cpu = given.inputs[0].device.type == "cpu"
-        self.outer = sorted({p for j in piece.calls for p in cut.mixing[j].operands if p in known and known[p].is_floating_point()})
+        self.device = next(iter(states.values())).device
+
+    @property
+    def outer(self) -> list[Place]:
+        """Operands of mixing calls that other pieces give."""
+        operands = {p for j in self.piece.calls for p in self.mixing[j].operands}
+        return sorted({p for p in operands if p in self.known and self.known[p].is_floating_point()})
+
+    def fixed_tensors(self) -> dict[Any, Tensor]:
+        """Return the tensors that are the same at every step."""
+        found: dict[Any, Tensor] = {("param", n): p for n, p in enumerate(self.given.params)}
+        found |= {("captured", name): t for name, t in self.captured.items()}
+        return found | {("fixed", j, n): t for j in self.piece.calls for n, t in enumerate(self.mix[j].fixed)}
+
+    def over(self, tensors: Mapping[Any, Tensor]) -> Loop:
+        """Return the same loop over other tensors: states, and such as are the same at every step; sequences are still to be given."""
+        given = self.given._replace(inputs=(), states=(), params=tuple([tensors["param", n] for n in range(len(self.given.params))]))
+        mix = {j: self.mix[j].over([tensors["fixed", j, n] for n in range(len(self.mix[j].fixed))]) for j in self.piece.calls}
+        captured = {name: tensors["captured", name] for name in self.captured}
+        loop = Loop(given, self.piece, {}, {k: tensors["state", k] for k in self.start}, mix, captured, 0)
+        loop.needs = {j: list(needs) for j, needs in self.needs.items()}
+        return loop
 
     def first_rows(self) -> Rows:
         """Return rows of one step: of what it takes those of the first step, of what it computes any."""
@@ -171,8 +191,10 @@ class Loop:
             keeps: whether it returns, in place of what it gives, what its segments then take: the results of its mixing calls but for those
                 that are views, and states before every step.
         """
-        if self.on_cpu and (found := cpu_loop.forward(self, keeps=keeps)) is not None:
-            return found
+        return cpu_loop.forward(self, keeps=keeps) or gpu_loop.forward(self, keeps=keeps) or self.walk(keeps=keeps)
+
+    def walk(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
+        """Walk over time in Python, as `forward` does."""
         own = {p for steps in self.steps for step in steps for p in step.segment.takes}
         wanted = [*self.mixed, *sorted({("v", k, 0) for k in self.start} & own)] if keeps else self.gives
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in self.known.items()}
@@ -213,13 +235,22 @@ class Loop:
             Cotangents of operands that are computed, of those of other pieces, and of results of products; and what flows to states at the
             start of a step by way of mixing calls, and of segments that take them, `[T + 1, ...]`: at the last one, nothing.
         """
-        if self.on_cpu and (back := cpu_loop.backward(self, computed, trail, grads, ends, trails)) is not None:
-            return back
+        for loop in (cpu_loop, gpu_loop):
+            if (back := loop.backward(self, computed, trail, grads, ends, trails)) is not None:
+                return back
+        found, fed, _ = self.walk_back(computed, trail, grads, ends, trails)
+        return found, fed
+
+    def walk_back(
+        self, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], grads: Mapping[Place, Tensor | None],
+        ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None],
+    ) -> tuple[dict[Place, Tensor], dict[int, Tensor], dict[int, Tensor | None]]:  # fmt: skip
+        """Walk back over time in Python, as `backward` does; return also the cotangents of the states at the start."""
         products = [p for p in self.mixed if self.mix[p[1]].weights is not None and any(self.needs[p[1]])]
         kept: dict[Place, list[Tensor]] = {p: [] for p in (*self.asked, *self.outer, *products)}
         fed = {k: v.new_zeros((self.T + 1, *v.shape)) for k, v in self.start.items() if v.is_floating_point()}
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in (self.known | dict(computed)).items()}
-        ends = {k: torch.zeros_like(v) if ends[k] is None and v.is_floating_point() else ends[k] for k, v in self.start.items()}
+        ends = {k: torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g for k, v in self.start.items()}
         for t in reversed(range(self.T)):
             rows = {p: row[t] for p, row in sequences.items()}
             rows |= {("v", k, 0): (v if t == 0 else trail[k][t - 1]).unsqueeze(0) for k, v in self.start.items()}
@@ -233,7 +264,7 @@ class Loop:
                     by[t] = flow["v", k, 0][0]
             ends = {k: _sum(flow.get(("n", k, 0)), flow.get(("v", k, 0))) for k in self.start}
             ends = {k: torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g for k, v in self.start.items()}
-        return {p: torch.cat(column[::-1]) for p, column in kept.items()}, fed
+        return {p: torch.cat(column[::-1]) for p, column in kept.items()}, fed, ends
 
     def _step_back(self, rows: Rows, flow: Rows, grads: Mapping[Place, Tensor | None], ends: Mapping[int, Tensor | None]) -> None:
         """Put the cotangents of what a step computes into `flow`; those of states by way of their own segment as `("n", k, 0)`."""

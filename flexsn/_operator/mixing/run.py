@@ -115,7 +115,8 @@ class _MixingRun:
     def recurrence(self, piece: Recurrence) -> None:
         given, states = self.given, {k: self.states[k] for k in piece.states}
         known = {p: self.sequence(p) for p in sorted(piece.taken(self.cut.mixing))}
-        loop = Loop(given, piece, known, states, self.mix)
+        mix = {j: self.mix[j] for j in piece.calls}
+        loop = Loop(given, piece, known, states, mix, given.look.tensors(), len(given.inputs[0]))
         fixed = [t for j in piece.calls for t in self.mix[j].fixed]
         tensors = (*known.values(), *states.values(), *given.params, *given.look.tensors().values(), *fixed)
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
