@@ -2,7 +2,7 @@
 
 `flexsn.Recurrent(LIF, Linear)` and the same step in a plain loop over `x.unbind(0)` take turns, inference and training steps, at several
 widths and rates of spikes; `nn.RNN` (tanh) of the same size beside them. Then a network as for SHD: 700 inputs, 256 recurrent ALIF, 20
-outputs, 100 steps, batch 64, whose training step includes the optimizer's. Results are compared first.
+outputs, 100 steps, batch 64, whose training step includes the optimizer's; compiled, too. Results are compared first.
 """
 
 from __future__ import annotations
@@ -105,12 +105,23 @@ def shd_like(device: str, repeats: int) -> dict:
     layer = flexsn.Recurrent(flexsn.ALIF(tau=20.0, r=20.0), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True).to(device)
     w_in, w_out = nn.Linear(700, hidden, device=device), nn.Linear(hidden, 20, device=device)
     runs = {}
-    for name, run in (("flexsn", layer), ("loop", Plain(layer))):
+
+    def whole(x: Tensor) -> Tensor:
+        return w_out(layer(w_in(x)))
+
+    plain = Plain(layer)
+    networks: dict[str, Callable[[Tensor], Tensor]] = {
+        "flexsn": whole,
+        "loop": lambda x: w_out(plain(w_in(x))),
+        "compiled": torch.compile(whole),
+        "compiled in one graph": torch.compile(whole, fullgraph=True),
+    }
+    for name, run in networks.items():
         optimizer = torch.optim.Adam([*layer.parameters(), *w_in.parameters(), *w_out.parameters()], lr=0.0)
 
-        def step(run: nn.Module = run, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        def step(run: Callable[[Tensor], Tensor] = run, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(w_out(run(w_in(x))).mean(0), target).backward()
+            nn.functional.cross_entropy(run(x).mean(0), target).backward()
             optimizer.step()
 
         runs[name] = step

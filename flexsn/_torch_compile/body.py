@@ -53,7 +53,7 @@ def blueprint_of_body(
     metas = [None if t is None else Meta(tuple(t.shape[i < sig.num_inputs :]), t.dtype) for i, t in enumerate(operands)]
     step_shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, step_shapes)  # which sizes must be equal
-    sources = _size_sources(metas[:ins])
+    sources = size_sources([None if m is None else m.shape for m in metas[:ins]])
 
     def kind(value: Any) -> Callable[..., Any]:
         """Return what makes, from the operands of a run, the value that the body takes in this place."""
@@ -97,11 +97,11 @@ def captured_place(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-def _size_sources(metas: Sequence[Meta | None]) -> dict[str, tuple[int, int]]:
+def size_sources(shapes: Sequence[Sequence[Any] | None]) -> dict[str, tuple[int, int]]:
     """Return where to read each symbolic size: of which operand, in which dim, counted from the last."""
     found: dict[str, tuple[int, int]] = {}
-    for i, meta in enumerate(metas):
-        for d, n in enumerate(meta.shape if meta else ()):
-            if meta is not None and is_symbolic(n):
-                found.setdefault(size_expression(n), (i, d - len(meta.shape)))
+    for i, shape in enumerate(shapes):
+        for d, n in enumerate(shape or ()):
+            if shape is not None and is_symbolic(n):
+                found.setdefault(size_expression(n), (i, d - len(shape)))
     return found

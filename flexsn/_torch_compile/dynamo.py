@@ -28,6 +28,7 @@ from .._program.inner import inner_dims
 from .._program.pairs import ComplexStepError
 from .._program.symbolic_sizes import exactly
 from .._runtime.backends import check_backend, choose_backend
+from .._torch.autograd import autocast_on
 from .._torch.availability import COMPILE, TRACES, moved
 from .._torch.tensors import is_symbolic, size_hint
 from .._torch.transforms import transforms_active
@@ -41,6 +42,7 @@ from ..errors import (
     ShapeMismatchError,
 )
 from .body import Body, blueprint_of_body, captured_place
+from .mixing import mixing_call
 
 INLINED: dict[str, Callable[..., Any]] = {}  # by the name of a higher-order operator, a call of it in Python, for Dynamo to trace
 
@@ -157,7 +159,11 @@ def _core_scan_variable(dynamo: Any) -> type:
                 choose_backend(backend, fakes[0].device, sig.core, traced=True)
                 blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
             except FlexSNError as error:
-                if _may_run_on_parts(tx, error, backend == "auto" and not strict, sig, fakes):
+                if backend == "auto" and _in_one_graph(tx, error, fakes, grad):
+                    tensors = [p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor)]
+                    call = (*mixing_call(bodies, sig, fakes, values, num_outputs, strict, [*proxies, *tensors]), sequences)
+                    return dynamo.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.mixing.default, call, {}))
+                if _may_run_on_parts(tx, error, backend, strict, sig, fakes):
                     return dynamo.VariableTracker.build(tx, PARTS)
                 if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
                     warn_once(_without_kernel(tx), error)
@@ -197,10 +203,22 @@ def _inner_alone(sig: Signature, fakes: Sequence[Tensor | None]) -> ShapeMismatc
         return None
 
 
-def _may_run_on_parts(tx: Any, error: FlexSNError, falls_back: bool, sig: Signature, fakes: Sequence[Tensor | None]) -> bool:
+def _in_one_graph(tx: Any, error: FlexSNError, fakes: Sequence[Tensor | None], grad: bool) -> bool:
+    """Whether a core that mixes neurons becomes a node of the graph: where no gradient is asked for, or the graph may not break."""
+    runs_in_pieces = autocast_on() or not any(t is not None and t.dtype in HALF for t in fakes)
+    return runs_in_pieces and _mixes(error) and not torch.compiler.is_exporting() and (not grad or tx.one_graph)
+
+
+def _may_run_on_parts(tx: Any, error: FlexSNError, backend: str, strict: bool, sig: Signature, fakes: Sequence[Tensor | None]) -> bool:
     """Whether a call that no kernel takes as it is may run, between compiled parts, by one for parts of its operands."""
-    inner = isinstance(error, NotElementwiseError) and falls_back and (MIXES in error.reason or any(inner_dims(_step_shapes(sig, fakes))))
+    kind = isinstance(error, NotElementwiseError) and any(inner_dims(_step_shapes(sig, fakes)))
+    inner = backend == "auto" and ((kind and not strict) or _mixes(error))
     return isinstance(error, ComplexStepError) or (inner and _without_kernel(tx) == EAGER)
+
+
+def _mixes(error: FlexSNError) -> bool:
+    """Whether no kernel takes a core because it mixes neurons, or takes operands of shapes that only such a core does."""
+    return isinstance(error, ShapeMismatchError) or (isinstance(error, NotElementwiseError) and MIXES in error.reason)
 
 
 def _of_inner(dynamo: Any, tx: Any, args: Sequence[Any], misfit: ShapeMismatchError) -> Any:
@@ -286,10 +304,14 @@ def _speculate(
 ) -> tuple[Any, list]:  # fmt: skip
     """The core as a graph, for the dtypes of its operands or `computed` ones; and what it captures (proxies outside it)."""
     steps = [None if t is None else t.shape[1:] if i < sig.num_inputs else t.shape for i, t in enumerate(fakes)]
+    misfit: Exception | None = None
+    shape: Sequence[int] = ()
     try:
         shape = step_shape(sig, [s for s in steps[: sig.num_inputs + sig.num_states] if s is not None])
     except FlexSNError as error:
-        raise _passed_on(dynamo, error) from None
+        misfit = _passed_on(dynamo, error)
+        if None in fakes:
+            raise misfit from None
     with dynamo.discard_graph_changes(tx):
         examples = []
         for size, like in zip(steps, fakes, strict=True):
@@ -302,10 +324,13 @@ def _speculate(
             examples.append(dynamo.wrap_fx_proxy(tx, proxy, example_value=fake))
     with _following_a_core(dynamo), _keeping_assignments(tx):
         core = dynamo.inlined(tx, _with_plain_tuples)(core)
-        _, graph, lifted = dynamo.speculate_subgraph(
-            tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual",
-            supports_input_mutation=False, supports_aliasing=True,
-        )  # fmt: skip
+        try:
+            _, graph, lifted = dynamo.speculate_subgraph(
+                tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual",
+                supports_input_mutation=False, supports_aliasing=True,
+            )  # fmt: skip
+        except Exception as error:  # of a core that takes no such shapes
+            raise misfit or error from None
     return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
 
 
