@@ -29,8 +29,9 @@ from .._torch.tensors import is_symbolic, size_expression
 from .body import Body, captured_name, size_sources
 
 ARGUMENTS = "str core, Tensor[] operands, bool[] given, ScalarType? autocast, bool sequences"
-LIBRARY.define(f"mixing({ARGUMENTS}) -> Tensor[]", tags=TAGS)
-LIBRARY.define(f"mixing_backward(Tensor?[] cotangents, bool[] wanted, {ARGUMENTS}) -> Tensor[]", tags=TAGS)
+_UNSEEN = (*TAGS, torch.Tag.cudagraph_unsafe)  # they keep buffers and CUDA graphs of their own
+LIBRARY.define(f"mixing({ARGUMENTS}) -> Tensor[]", tags=_UNSEEN)
+LIBRARY.define(f"mixing_backward(Tensor?[] cotangents, bool[] wanted, {ARGUMENTS}) -> Tensor[]", tags=_UNSEEN)
 
 
 class Core(NamedTuple):
