@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from .._capture.signature import Signature
 from .._ir.graph import Node
@@ -80,12 +80,13 @@ def _of_several(statement: str) -> bool:
 Part = int | Segment  # a mixing call, by its number, or a kernel
 
 
-def pieces_of(cut: Cut) -> list[Piece]:
-    """What every piece of a core does, and why it is there."""
+def pieces_of(cut: Cut, ran: Mapping[int, str]) -> list[Piece]:
+    """What every piece of a core does, and why it is there; `ran`: how the loops over time run, by the place of the piece."""
     teller, found = _Teller(cut), list[Piece]()
     for n, piece in enumerate(cut.pieces, 1):
         if isinstance(piece, Recurrence):
-            text = f"A loop over time advances {teller.names([('n', k, 0) for k in piece.states])}. At every step it runs:"
+            how = f" {ran[n - 1]}" if n - 1 in ran else ""
+            text = f"A loop over time{how} advances {teller.names([('n', k, 0) for k in piece.states])}. At every step it runs:"
             found.append(Piece(f"{n}", text=text, parts=[teller.part(f"{n}.{i}", part, piece) for i, part in enumerate(_parts(piece), 1)]))
         else:
             found.append(teller.part(f"{n}", _parts(piece)[0], None))

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
 from .._captured.captured_values import CapturedValues, look
 from .._operator.call import upcast
+from .._operator.dispatch import run_core
 from .._operator.mixing.cut import Cut
+from .._operator.mixing.recurrence import Given
+from .._operator.mixing.run import run_mixing
+from .._runtime.fork import autocast_dtype
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
 from ..module import FlexSN
@@ -104,8 +108,19 @@ def of_segment(subject: Subject, look: CapturedValues) -> Subject:
     pairs = [(subject.states[k], segment.meta_of(("v", k, 0))) for k in segment.states]
     states = tuple([first.new_zeros(m.shape, dtype=m.dtype) if v is None else upcast(v).expand(m.shape) for v, m in pairs])
     seen = look.wrapped(segment)
-    changed: dict[str, Any] = {"inputs": inputs, "states": states, "num_outputs": len(segment.gives), "around": pieces_of(cut)}
+    changed: dict[str, Any] = {"inputs": inputs, "states": states, "num_outputs": len(segment.gives)}
+    changed["around"] = pieces_of(cut, _loops(subject, look))
     return dataclasses.replace(subject, sig=segment.signature, seen=seen, **changed)
+
+
+def _loops(subject: Subject, look: CapturedValues) -> dict[int, str]:
+    """Run one step of a core that mixes neurons; return how its loops over time run, by the place of the piece."""
+    backend = "auto" if subject.backend == "torch" else subject.backend
+    first = [x.detach()[:1] for x in subject.inputs]
+    given = Given(subject.core, look, first, subject.states, subject.params, backend, autocast_dtype(first[0].device.type))
+    with torch.no_grad():
+        run_mixing(run_core, given, False)
+    return {key[1]: how for key, how in look.over_parts.items() if isinstance(key, tuple) and key[0] == "ran"}
 
 
 def _of_module(module: FlexSN, example: Sequence[Any], states: Any, params: Sequence[Tensor], backend: str | None) -> Subject:

@@ -72,7 +72,7 @@ def test_a_recurrence_is_told():
     assert told(made) == [
         "1. `matmul` of `x` runs once, on the whole sequence, and gives `mixed_0`.",
         "It lies in no recurrence: nothing that it takes is computed from it.",
-        "2. A loop over time advances `v` and `s`. At every step it runs:",
+        "2. A loop over time in C++ advances `v` and `s`. At every step it runs:",
         "2.1. `matmul` of `s` of the step before gives `mixed_1`.",
         "It lies in a recurrence: it is computed from `s` of the step before, and `s` from it.",
         "2.2. A kernel of one step takes `mixed_0` and `mixed_1`, advances `v` and `s`, and gives the output. It is the one that is shown below.",
@@ -119,13 +119,22 @@ def test_a_core_that_does_not_mix_has_no_pieces():
     assert made.pieces == [] and made.pieces_svg() is None and "--- pieces" not in str(made) and ">Pieces<" not in made.html()
 
 
+def test_why_a_loop_is_no_cpp_is_told():
+    def core(x, v):
+        v = torch.tanh(x + (v @ W).softmax(-1))
+        return v, v
+
+    made = flexsn.explain(core, torch.rand(5, 2, 6), measure=False)
+    assert made.pieces[0].text.startswith("A loop over time in Python (not in C++: `softmax` has no op there) advances `v`.")
+
+
 @pytest.mark.parametrize("over_time", [False, True])
 def test_recurrent_layers_of_a_network(over_time):
     network = nn.Sequential(nn.Linear(4, 6), flexsn.Recurrent(flexsn.ALIF(tau=20.0), nn.Linear(6, 6, bias=False)))
     made = flexsn.explain(flexsn.over_time(network) if over_time else network, torch.rand(5, 2, 4), measure=False)
     assert list(made.layers) == ["network.1" if over_time else "1"]
     (layer,) = made.layers.values()
-    assert layer.pieces[0].text == "A loop over time advances `v`, `a` and `y`. At every step it runs:"
+    assert layer.pieces[0].text == "A loop over time in C++ advances `v`, `a` and `y`. At every step it runs:"
     assert network[1].states is None
 
 

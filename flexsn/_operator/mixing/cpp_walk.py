@@ -25,7 +25,7 @@ _KERNEL, _PRODUCT, _COPY, _NORM, _NORM_BACK = range(5)  # as `Op`
 
 
 class CannotWalk(Exception):
-    """A recurrence does what the C++ loop has no op for."""
+    """A recurrence does what the C++ loop has no op for; the message says what, as `explain` does."""
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Walk:
         T, *own = sequence.shape
         whole = (T, *self.lead, width)
         if len(own) > len(whole) - 1 or any(a not in (1, b) for a, b in zip(own[::-1], whole[::-1], strict=False)):
-            raise CannotWalk
+            raise CannotWalk("operands do not have the same dims before the last")
         wide = sequence.reshape(T, *[1] * (len(whole) - 1 - len(own)), *own).expand(whole).reshape(T, self.sequences, width)
         return Array(wide if wide.stride(2) == 1 or width == 1 else wide.contiguous())
 
@@ -130,7 +130,7 @@ class Walk:
         """Return the number under which ops name weights; -1 of none."""
         dense = None if tensor is None else tensor.detach().contiguous()
         if dense is not None and dense.dtype is not self.dtype:
-            raise CannotWalk
+            raise CannotWalk("weights are of another dtype than values")
         return -1 if dense is None else self.pointer(dense.data_ptr(), dense)
 
     # --- ops ------------------------------------------------------------------------------------------------------------------
@@ -144,16 +144,16 @@ class Walk:
             operands: of one step, of which params and captured tensors are read.
         """
         if not isinstance(launch, Launch) or not isinstance(launch.kernel, cpp_kernel.Kernel):
-            raise CannotWalk
+            raise CannotWalk("a part of it is no kernel for CPUs")
         width = call.shapes.step[-1] if call.shapes.step else 0
         if call.order is not None or not call.returned_whole or call.shapes.step != (*self.lead, width) or not math.prod(call.shapes.step):
-            raise CannotWalk
+            raise CannotWalk("dims before the last differ, or memory is in another order")
         laid_out = call.laid_out(operands)
         params = [] if prologue is None else map(prologue(call.named(laid_out)).__getitem__, launch.params)
         given: Sequence[Tensor | None] = [*laid_out, *[None] * (len(launch.roles) - len(laid_out)), *params]
         given, dims = launch.with_indexed(given) if launch.params else (given, list(launch.dims))
         if any(count > 1 and width % (inner * count) for inner, count in zip(dims[::2], dims[1::2], strict=True)):
-            raise CannotWalk  # params that differ from sequence to sequence
+            raise CannotWalk("a param differs from sequence to sequence")
         plan, static = launch.kernel.plan, dict(zip((*launch.roles, *launch.params), given, strict=False))
         found: list[Array | None] = []
         for a in (*plan.reads, *plan.writes):
@@ -161,9 +161,9 @@ class Walk:
             if a.role.kind is Kind.PARAM and (param := static.get(a.role)) is not None:
                 array = Array(param, param=True)
             if (array is None and a.kind != "checkpoint") or (array is not None and not array.param and array.width != width):
-                raise CannotWalk
+                raise CannotWalk("a kernel takes values of another width")
             if array is not None and array.tensor.dtype is not a.storage:
-                raise CannotWalk
+                raise CannotWalk("values differ in dtype")
             found.append(array)
         code = ctypes.cast(launch.kernel.run_pointer, ctypes.c_void_p).value
         numbers = ctypes.cast(ctypes.c_char_p(launch.kernel.numbers), ctypes.c_void_p).value
@@ -174,7 +174,7 @@ class Walk:
     def product(self, source: Array, target: Array, w: Tensor, bias: Tensor | None = None, *, adds: bool = False) -> None:
         """Write `source @ w + bias` to the target, or add it."""
         if w.shape != (source.width, target.width) or (bias is not None and bias.shape != w.shape[1:]):
-            raise CannotWalk
+            raise CannotWalk("weights or a bias have other shapes than a product's")
         self.ops.append([_PRODUCT, self.place(source), self.place(target), *w.shape, adds, self.weights(w), self.weights(bias)])
 
     def copy(self, source: Array, target: Array, *, adds: bool = False) -> None:

@@ -33,9 +33,12 @@ Sequences = dict[Place, Tensor]
 def forward(loop: Any, *, keeps: bool) -> tuple[Sequences, dict[int, Tensor]] | None:
     """Walk over time as `Loop.forward` does; None if that cannot be."""
     try:
-        return _Forward(loop, keeps).run()
-    except CannotWalk:
+        found = _Forward(loop, keeps).run()
+    except CannotWalk as error:
+        loop.note(f"in Python (not in C++: {error})")
         return None
+    loop.note("in C++")
+    return found
 
 
 def backward(
@@ -62,10 +65,10 @@ class _Steps:
         start, metas = next(iter(loop.start.values())), [meta for j in loop.piece.calls for meta in loop.mixing[j].results]
         dtype, lead = metas[0].dtype, start.shape[:-1]
         if start.device.type != "cpu":
-            raise CannotWalk
+            raise CannotWalk("it runs on a GPU")
         metas += loop.start.values()
         if dtype not in cpp_products.DTYPES or not start.dim() or any(m.dtype is not dtype or m.shape[:-1] != lead for m in metas):
-            raise CannotWalk
+            raise CannotWalk("values differ in dtype or in dims before the last, or are neither float32 nor float64")
         self.loop, self.walk, self.rows = loop, Walk(loop.T, lead, dtype), loop.first_rows()
         self.values: dict[Place, Array] = {}
 
@@ -82,15 +85,15 @@ class _Steps:
         sources, f = list[Array](), self.loop.mix[j]
         for p in self.loop.mixing[j].operands:
             if p not in self.values and self.loop.known[p].shape[1:-1] != self.walk.lead:
-                raise CannotWalk
+                raise CannotWalk("operands do not have the same dims before the last")
             sources.append(self.values[p] if p in self.values else self.walk.rows_of(self.loop.known[p], self.loop.known[p].shape[-1]))
             if sources[-1].tensor.dtype is not self.walk.dtype:
-                raise CannotWalk
+                raise CannotWalk("values differ in dtype")
         kind = f.weights if f.autocast is None else None
         kind = kind if kind is not None else Norm.of(f, sources[0].width, self.walk.dtype)
         kind = kind if kind is not None else moves(f, self.walk.lead, [source.width for source in sources])
         if kind is None:
-            raise CannotWalk
+            raise CannotWalk(f"`{self.loop.mixing[j].name}` has no op there" if f.autocast is None else "products follow autocast")
         return sources, kind
 
     def views(self, j: int, results: Tensor | Norm | list[list[Run]]) -> bool:
@@ -264,7 +267,7 @@ class _Backward(_Steps):
         call, statics = step.call(self.rows, trains=True)
         how = step.backward_for(call, [Tensor if r.grad in flow else type(None) for r in call.results[: call.bounds[1]]], len(statics))
         if how.launch is None:
-            raise CannotWalk
+            raise CannotWalk("its gradient is no kernel")
         reads, width = self.reads(step, call)
         written = {a.role for a in how.launch.kernel.plan.writes}
         beside = list[tuple[Array, Array]]()

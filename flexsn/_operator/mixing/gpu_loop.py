@@ -42,7 +42,10 @@ def forward(loop: Any, *, keeps: bool) -> tuple[Tensors, dict[int, Tensor]] | No
     states = {("state", k): v for k, v in loop.start.items()}
     played = _play(loop, ("forward", keeps), walk, sequences, states, range(loop.T), lambda t: {})
     if played is None:
+        if loop.device.type == "cuda":
+            loop.note("in Python (not in CUDA graphs: a call waits for the GPU, or a graph of yours records it)")
         return None
+    loop.note("in CUDA graphs")
     found, carried = played
     return found, {k: carried["state", k] for k in loop.start}
 

@@ -20,7 +20,7 @@ from ..._torch.tensors import has_storage
 from ..call import Backward, Call
 from ..prepare import prepare
 from . import cpu_loop, gpu_loop
-from .cut import Recurrence
+from .cut import Cut, Recurrence
 from .mixing_calls import MixingFunction, Place, Segment
 
 Rows = dict[Place, Tensor]  # of one step, `[1, ...]`
@@ -153,6 +153,11 @@ class Loop:
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
         self.device = next(iter(states.values())).device
+
+    def note(self, how: str) -> None:
+        """Note how the loop over time ran, for `explain`."""
+        cut: Cut = self.given.look.wrap
+        self.given.look.over_parts["ran", cut.pieces.index(self.piece)] = how
 
     @property
     def outer(self) -> list[Place]:
