@@ -28,7 +28,6 @@ from .._program.inner import inner_dims
 from .._program.pairs import ComplexStepError
 from .._program.symbolic_sizes import exactly
 from .._runtime.backends import check_backend, choose_backend
-from .._torch.autograd import autocast_on
 from .._torch.availability import COMPILE, TRACES, moved
 from .._torch.tensors import is_symbolic, size_hint
 from .._torch.transforms import transforms_active
@@ -42,7 +41,7 @@ from ..errors import (
     ShapeMismatchError,
 )
 from .body import Body, blueprint_of_body, captured_place
-from .mixing import mixing_call
+from .mixing import UNKNOWN_STATES, mixing_call, runs_in_pieces
 
 INLINED: dict[str, Callable[..., Any]] = {}  # by the name of a higher-order operator, a call of it in Python, for Dynamo to trace
 
@@ -205,20 +204,16 @@ def _inner_alone(sig: Signature, fakes: Sequence[Tensor | None]) -> ShapeMismatc
 
 def _in_one_graph(tx: Any, error: FlexSNError, fakes: Sequence[Tensor | None], grad: bool) -> bool:
     """Whether a core that mixes neurons becomes a node of the graph: where no gradient is asked for, or the graph may not break."""
-    runs_in_pieces = autocast_on() or not any(t is not None and t.dtype in HALF for t in fakes)
-    return runs_in_pieces and _mixes(error) and not torch.compiler.is_exporting() and (not grad or tx.one_graph)
+    may_break = not tx.one_graph and tx.output.current_tracer.parent is None  # as it may not in a checkpoint
+    return runs_in_pieces(error, fakes) and not (grad and may_break)
 
 
 def _may_run_on_parts(tx: Any, error: FlexSNError, backend: str, strict: bool, sig: Signature, fakes: Sequence[Tensor | None]) -> bool:
     """Whether a call that no kernel takes as it is may run, between compiled parts, by one for parts of its operands."""
-    kind = isinstance(error, NotElementwiseError) and any(inner_dims(_step_shapes(sig, fakes)))
-    inner = backend == "auto" and ((kind and not strict) or _mixes(error))
-    return isinstance(error, ComplexStepError) or (inner and _without_kernel(tx) == EAGER)
-
-
-def _mixes(error: FlexSNError) -> bool:
-    """Whether no kernel takes a core because it mixes neurons, or takes operands of shapes that only such a core does."""
-    return isinstance(error, ShapeMismatchError) or (isinstance(error, NotElementwiseError) and MIXES in error.reason)
+    if isinstance(error, ComplexStepError) or (backend == "auto" and runs_in_pieces(error, fakes)):
+        return True
+    inner = isinstance(error, NotElementwiseError) and (MIXES in error.reason or any(inner_dims(_step_shapes(sig, fakes))))
+    return inner and backend == "auto" and not strict and _without_kernel(tx) == EAGER
 
 
 def _of_inner(dynamo: Any, tx: Any, args: Sequence[Any], misfit: ShapeMismatchError) -> Any:
@@ -329,8 +324,12 @@ def _speculate(
                 tx, core, examples, {}, "flexsn.scan", source_target=source, set_subgraph_inputs="flatten_manual",
                 supports_input_mutation=False, supports_aliasing=True,
             )  # fmt: skip
-        except Exception as error:  # of a core that takes no such shapes
-            raise misfit or error from None
+        except RuntimeError as error:
+            if type(error).__name__ == "TorchRuntimeError" and misfit is not None:  # the core does not take such shapes
+                raise misfit from None
+            if type(error).__name__ == "TorchRuntimeError" and None in fakes:
+                raise dynamo.Unsupported(UNKNOWN_STATES.format(core=sig.core)) from error
+            raise
     return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
 
 

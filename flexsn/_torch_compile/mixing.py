@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._capture.inner import MIXES
 from .._capture.signature import Signature
 from .._capture.source_lines import Replay
 from .._captured.captured_values import CapturedValues
@@ -24,14 +25,28 @@ from .._operator.dispatch import run_core
 from .._operator.library import LIBRARY, TAGS
 from .._operator.mixing.precision import precise
 from .._runtime.fork import autocast_dtype
-from .._torch.autograd import after_dispatch_modes
+from .._torch.autograd import after_dispatch_modes, autocast_on
 from .._torch.tensors import is_symbolic, size_expression
+from ..errors import FlexSNError, NotElementwiseError, ShapeMismatchError
 from .body import Body, captured_name, size_sources
 
 ARGUMENTS = "str core, Tensor[] operands, bool[] given, ScalarType? autocast, bool sequences"
 _UNSEEN = (*TAGS, torch.Tag.cudagraph_unsafe)  # they keep buffers and CUDA graphs of their own
 LIBRARY.define(f"mixing({ARGUMENTS}) -> Tensor[]", tags=_UNSEEN)
 LIBRARY.define(f"mixing_backward(Tensor?[] cotangents, bool[] wanted, {ARGUMENTS}) -> Tensor[]", tags=_UNSEEN)
+
+
+UNKNOWN_STATES = (
+    "core `{core}` fails on default states of the shape of its inputs: it runs uncompiled, where their shapes are found. If they have "
+    "others, give them: `initial_states=` of a FlexSN, `states` of `flexsn.scan`"
+)
+
+
+def runs_in_pieces(error: FlexSNError, fakes: Sequence[Tensor | None]) -> bool:
+    """Whether a core mixes neurons, or takes shapes that only such a core does, and runs in pieces where nothing is exported."""
+    mixes = isinstance(error, ShapeMismatchError) or (isinstance(error, NotElementwiseError) and MIXES in error.reason)
+    half = any(t is not None and t.dtype in HALF for t in fakes)
+    return mixes and (autocast_on() or not half) and not torch.compiler.is_exporting()
 
 
 class Core(NamedTuple):

@@ -953,14 +953,14 @@ def test_the_eager_loop_by_name():
 @pytest.mark.parametrize(
     ("backend", "dtype", "said"),
     [
-        ("aot_eager", torch.float32, "PyTorch's own scan"),
+        ("aot_eager", torch.float32, None),
         ("inductor", torch.float32, None),
         ("inductor", torch.bfloat16, "the eager loop"),
     ],
     ids=["aot_eager", "inductor", "inductor, half"],
 )
 def test_training_two_layers_that_no_kernel_expresses(backend, dtype, said, dynamic):
-    """As PyTorch's scan where that is right; where it is not, between compiled parts: in pieces, or by the eager loop."""
+    """Between compiled parts: in pieces, or by the eager loop."""
 
     class Mixing(nn.Module):
         def __init__(self):

@@ -156,6 +156,43 @@ def test_training_may_break_the_graph():
     assert counter.frame_count > 1
 
 
+class Cell(nn.Module):
+    """Whose default states are of another width than its input."""
+
+    def __init__(self, starts=None):
+        super().__init__()
+        self.cell = nn.LSTMCell(4, H, dtype=f64)
+        self.neuron = flexsn.FlexSN(self.core, num_inputs=1, num_states=2, stateful=False, initial_states=starts)
+
+    def core(self, x, h, c):
+        h, c = self.cell(x, (h, c))
+        return h, h, c
+
+    def forward(self, x):
+        return self.neuron(x)
+
+
+def test_default_states_of_another_width():
+    x = rows(width=4)
+    torch._dynamo.reset()
+    net = Cell()
+    torch.testing.assert_close(torch.compile(net, backend="aot_eager")(x), net(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="initial_states="):
+        torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+    agree(Cell(lambda x: [x.new_zeros(x.shape[1], H)] * 2), [x], mode="aot_eager")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_under_a_checkpoint(full):
+    net, x = Net(), rows(width=4)
+    run = lambda x: torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=full)
+    found, want = ([y := call(x), *torch.autograd.grad(y.sin().sum(), [x, *net.parameters()])] for call in (compiled, net))
+    torch.testing.assert_close(found, want)
+
+
 def test_outputs_that_are_operands():
     """What an operator of a graph returns lies in no operand's memory."""
     w = rows(1, H)[0].detach().requires_grad_()
