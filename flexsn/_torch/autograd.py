@@ -66,11 +66,6 @@ def autocast_on() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-def after_dispatch_modes() -> bool:
-    """Whether a dispatch mode calls an operator, as a compiled function's first call does in search of aliases: `vmap` has no turn."""
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch.DispatchKey.FuncTorchDynamicLayerFrontMode)  # 2.11, 2.13
-
-
 def below_autograd() -> bool:
     """Whether autograd has had its turn: inside the rule of an operator for what comes after it."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch.DispatchKey.AutogradFunctionality)  # 2.11, 2.13

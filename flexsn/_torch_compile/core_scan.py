@@ -38,8 +38,8 @@ def uncompiled_loop(*call: Any) -> Results:
 
 
 @outside_dynamo(
-    "flexsn runs the call uncompiled: it has values with an inner dim, or complex numbers, whose parts a kernel takes, or mixes neurons, "
-    "which takes turns with a kernel. Compile without `fullgraph=True`"
+    "flexsn runs the call uncompiled: it has values with an inner dim, or complex numbers, whose parts a kernel takes, or mixes neurons "
+    "in a way that no graph holds. Compile without `fullgraph=True`"
 )
 def uncompiled_parts(*call: Any) -> Results:
     """Run the call between compiled parts; `call` as `uncompiled` takes it."""

@@ -41,7 +41,7 @@ from ..errors import (
     ShapeMismatchError,
 )
 from .body import Body, blueprint_of_body, captured_place
-from .mixing import UNKNOWN_STATES, mixing_call, runs_in_pieces
+from .mixing import UNKNOWN_STATES, first, graph_core, mixes, mixing_call
 
 INLINED: dict[str, Callable[..., Any]] = {}  # by the name of a higher-order operator, a call of it in Python, for Dynamo to trace
 
@@ -158,11 +158,10 @@ def _core_scan_variable(dynamo: Any) -> type:
                 choose_backend(backend, fakes[0].device, sig.core, traced=True)
                 blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
             except FlexSNError as error:
-                if backend == "auto" and _in_one_graph(tx, error, fakes, grad):
-                    tensors = [p for p, t in zip(lifted, values, strict=True) if isinstance(t, Tensor)]
-                    call = (*mixing_call(bodies, sig, fakes, values, num_outputs, strict, [*proxies, *tensors]), sequences)
-                    return dynamo.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.mixing.default, call, {}))
-                if _may_run_on_parts(tx, error, backend, strict, sig, fakes):
+                parts = bodies, sig, fakes, values, num_outputs
+                if backend == "auto" and mixes(error) and (node := _mixed(dynamo, tx, parts, [*proxies, *lifted], sequences, grad)):
+                    return node
+                if _may_run_on_parts(tx, error, backend == "auto" and not strict, sig, fakes):
                     return dynamo.VariableTracker.build(tx, PARTS)
                 if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
                     warn_once(_without_kernel(tx), error)
@@ -202,18 +201,30 @@ def _inner_alone(sig: Signature, fakes: Sequence[Tensor | None]) -> ShapeMismatc
         return None
 
 
-def _in_one_graph(tx: Any, error: FlexSNError, fakes: Sequence[Tensor | None], grad: bool) -> bool:
-    """Whether a core that mixes neurons becomes a node of the graph: where no gradient is asked for, or the graph may not break."""
-    may_break = not tx.one_graph and tx.output.current_tracer.parent is None  # as it may not in a checkpoint
-    return runs_in_pieces(error, fakes) and not (grad and may_break)
+def _mixed(dynamo: Any, tx: Any, parts: tuple[Any, ...], proxies: Sequence[Any], sequences: bool, grad: bool) -> Any:
+    """Return the results of a core that mixes neurons, as one node of the graph; None where there is none, as in exports.
+
+    Args:
+        parts: of the core, as `graph_core` takes them.
+        proxies: of operands and what bodies take after them.
+    """
+    if torch.compiler.is_exporting():
+        return None
+    _, _, fakes, values, _ = parts
+    core, there = graph_core(*parts), [v is None or isinstance(v, Tensor) for v in (*fakes, *values)]
+    operands = [p for p, flag in zip(proxies, there, strict=True) if flag]
+    call = mixing_call(core, operands, [*fakes, *values], sequences, grad)
+    if call is None:
+        return None
+    tx.output.install_global_by_id("__flexsn_core", core)  # it lives as long as the code
+    results = dynamo.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.mixing.default, call, {}))
+    return dynamo.inlined(tx, first)(results, dynamo.VariableTracker.build(tx, core.num_results[sequences]))
 
 
-def _may_run_on_parts(tx: Any, error: FlexSNError, backend: str, strict: bool, sig: Signature, fakes: Sequence[Tensor | None]) -> bool:
+def _may_run_on_parts(tx: Any, error: FlexSNError, falls_back: bool, sig: Signature, fakes: Sequence[Tensor | None]) -> bool:
     """Whether a call that no kernel takes as it is may run, between compiled parts, by one for parts of its operands."""
-    if isinstance(error, ComplexStepError) or (backend == "auto" and runs_in_pieces(error, fakes)):
-        return True
-    inner = isinstance(error, NotElementwiseError) and (MIXES in error.reason or any(inner_dims(_step_shapes(sig, fakes))))
-    return inner and backend == "auto" and not strict and _without_kernel(tx) == EAGER
+    inner = isinstance(error, NotElementwiseError) and falls_back and (MIXES in error.reason or any(inner_dims(_step_shapes(sig, fakes))))
+    return isinstance(error, ComplexStepError) or (inner and _without_kernel(tx) == EAGER)
 
 
 def _of_inner(dynamo: Any, tx: Any, args: Sequence[Any], misfit: ShapeMismatchError) -> Any:
@@ -300,13 +311,10 @@ def _speculate(
     """The core as a graph, for the dtypes of its operands or `computed` ones; and what it captures (proxies outside it)."""
     steps = [None if t is None else t.shape[1:] if i < sig.num_inputs else t.shape for i, t in enumerate(fakes)]
     misfit: Exception | None = None
-    shape: Sequence[int] = ()
     try:
         shape = step_shape(sig, [s for s in steps[: sig.num_inputs + sig.num_states] if s is not None])
-    except FlexSNError as error:
-        misfit = _passed_on(dynamo, error)
-        if None in fakes:
-            raise misfit from None
+    except FlexSNError as error:  # a core that mixes neurons may take them
+        misfit, shape = _passed_on(dynamo, error), tuple(fakes[0].shape[1:])
     with dynamo.discard_graph_changes(tx):
         examples = []
         for size, like in zip(steps, fakes, strict=True):

@@ -178,13 +178,14 @@ DOORS = {
     "make_fx": Door(lambda core, x, v, w, strict: make_fx(lambda x: outputs(core, x, v, w, strict=strict))(x)(x), **EAGER),
     "export": Door(through(lambda call: lambda x: torch.export.export(Net(call), (x,)).module()(x)), **EAGER),
     "strict export": Door(through(lambda call: lambda x: torch.export.export(Net(call), (x,), strict=True).module()(x)), **SCAN),
-    "compiled": Door(compiled(), **SCAN),
+    "compiled": Door(compiled()),
     "compiled, training": Door(
-        lambda core, x, v, w, strict: gradient(torch.compile(lambda x: outputs(core, x, v, w, strict=strict), backend="aot_eager"), x),
+        lambda core, x, v, w, strict: gradient(
+            torch.compile(lambda x: outputs(core, x, v, w, strict=strict), backend="aot_eager", fullgraph=True), x
+        ),
         gradient,
-        **SCAN,
     ),
-    "compiled whole": Door(compiled(fullgraph=True), **SCAN),
+    "compiled whole": Door(compiled(fullgraph=True)),
     "TorchScript": Door(through(lambda call: lambda x: torch.jit.trace(call, (x,))(x)), strict=TorchScriptError),
     "lowlevel": Door(
         lambda core, x, v, w, strict: flexsn.lowlevel.build_inference_kernel(lambda x, v: core(x, v, w), 1, 1, 1, [x[0], v]),

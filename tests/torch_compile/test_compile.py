@@ -767,7 +767,7 @@ def test_a_core_without_kernel_reads_the_tensors_of_its_neuron(backend, grad):
         with torch.set_grad_enabled(grad):
             torch.testing.assert_close(torch.compile(call, backend="aot_eager")(given), call(given))
     torch._dynamo.reset()
-    if backend == "auto":  # one node, as the core runs in pieces
+    if backend == "auto":  # one node, as it runs in pieces
         torch.testing.assert_close(torch.compile(wide, backend="aot_eager", fullgraph=True)(x.double()), wide(x.double()))
         return
     with pytest.raises(torch._dynamo.exc.Unsupported, match="holds other tensors"):
@@ -935,11 +935,10 @@ def mixing(x, v):
 
 @pytest.mark.parametrize("T", [1, 6])
 def test_a_core_that_mixes_neurons_is_one_node(T):
-    """Also by `strict=True`: it runs in pieces, as in plain calls."""
+    """Also by `strict=True`: it runs in pieces, as in plain calls. (Its own tests: `tests/operator/test_mixing_compile.py`.)"""
     x, results = torch.randn(T, 3, 4), []
-    for net in (FlexSN(mixing, 1, 1, strict=True), FlexSN(mixing, 1, 1, backend="torch")):
-        fused = net.backend == "auto"
-        results.append(run(torch.compile(net, backend="aot_eager", fullgraph=True) if fused else net, x))
+    results.append(run(torch.compile(FlexSN(mixing, 1, 1, strict=True), backend="aot_eager", fullgraph=True), x))
+    results.append(run(FlexSN(mixing, 1, 1, backend="torch"), x))
     (values, grads), (want, want_grads) = results
     assert_close(values, want)
     assert_close(grads, want_grads)
@@ -960,7 +959,7 @@ def test_the_eager_loop_by_name():
     ids=["aot_eager", "inductor", "inductor, half"],
 )
 def test_training_two_layers_that_no_kernel_expresses(backend, dtype, said, dynamic):
-    """Between compiled parts: in pieces, or by the eager loop."""
+    """In pieces, in one graph; what does not run so, between compiled parts: by the eager loop."""
 
     class Mixing(nn.Module):
         def __init__(self):

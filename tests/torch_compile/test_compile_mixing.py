@@ -147,15 +147,6 @@ def test_inference_is_one_graph_without_a_word(recwarn):
     assert not [w for w in recwarn if issubclass(w.category, FallbackWarning)]
 
 
-def test_training_may_break_the_graph():
-    """Between compiled parts the forward runs once."""
-    net, counter = Net(), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    y = torch.compile(net, backend=counter)(rows(width=4))
-    torch.testing.assert_close(y, net(rows(width=4)))
-    assert counter.frame_count > 1
-
-
 class Cell(nn.Module):
     """Whose default states are of another width than its input."""
 

@@ -108,8 +108,7 @@ class _Forward(_Steps):
     def __init__(self, loop: Any, keeps: bool):
         super().__init__(loop)
         self.keeps, self.after, self.ends = keeps, dict[int, Array](), dict[int, Tensor]()
-        taken = {p for steps in loop.steps for step in steps for p in step.segment.takes}
-        self.befores = sorted({("v", k, 0) for k in loop.start} & taken) if keeps else []
+        self.befores = loop.befores if keeps else []
         for k, start in loop.start.items():
             if ("v", k, 0) in self.befores:
                 whole = self.walk.new(start.shape[-1], loop.T + 1).tensor

@@ -165,6 +165,12 @@ class Loop:
         operands = {p for j in self.piece.calls for p in self.mixing[j].operands}
         return sorted({p for p in operands if p in self.known and self.known[p].is_floating_point()})
 
+    @property
+    def befores(self) -> list[Place]:
+        """States before a step that its segments take as inputs."""
+        taken = {p for steps in self.steps for step in steps for p in step.segment.takes}
+        return sorted({("v", k, 0) for k in self.start} & taken)
+
     def fixed_tensors(self) -> dict[Any, Tensor]:
         """Return the tensors that are the same at every step."""
         found: dict[Any, Tensor] = {("param", n): p for n, p in enumerate(self.given.params)}
@@ -200,8 +206,7 @@ class Loop:
 
     def walk(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
         """Walk over time in Python, as `forward` does."""
-        own = {p for steps in self.steps for step in steps for p in step.segment.takes}
-        wanted = [*self.mixed, *sorted({("v", k, 0) for k in self.start} & own)] if keeps else self.gives
+        wanted = [*self.mixed, *self.befores] if keeps else self.gives
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in self.known.items()}
         kept: list[list[Tensor]] = []
         states = self.start

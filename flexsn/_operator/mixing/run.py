@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +19,32 @@ from .mixing_calls import NOTHING, Place, Segment, mixing_functions
 from .recurrence import Given, Loop
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences, outputs
+
+
+class _Walks(threading.local):
+    """What calls of this thread do with the walks of their recurrences.
+
+    Attributes:
+        found: to which they add what they find; None: nowhere.
+        given: what calls like them found before, in place of which they walk; None: they walk.
+    """
+
+    found: list[Tensor] | None = None
+    given: Iterator[Tensor] | None = None
+
+
+_walks = _Walks()
+
+
+@contextlib.contextmanager
+def with_walks(found: list[Tensor] | None = None, given: Sequence[Tensor] | None = None) -> Iterator[None]:
+    """While inside, recurrences add what their walks find to `found`, or read it from `given` and do not walk."""
+    before = _walks.found, _walks.given
+    _walks.found, _walks.given = found, None if given is None else iter(given)
+    try:
+        yield
+    finally:
+        _walks.found, _walks.given = before
 
 
 def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Results:
@@ -120,13 +148,17 @@ class _MixingRun:
         fixed = [t for j in piece.calls for t in self.mix[j].fixed]
         tensors = (*known.values(), *states.values(), *given.params, *given.look.tensors().values(), *fixed)
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        keeps = trains or self.sequences or not self.cut.shared.isdisjoint(piece.own(self.cut.mixing))
+        beside = trains or self.sequences or not self.cut.shared.isdisjoint(piece.own(self.cut.mixing))
+        keeps = beside or _walks.found is not None
         found = dict[Place, Tensor]()
-        if loop.T:
+        if _walks.given is not None:
+            found = {p: next(_walks.given) for p in (*loop.mixed, *loop.befores)}
+        elif loop.T:
             found, finals = loop.forward(keeps=keeps)
-            if not keeps:
-                self.known |= found
-                self.finals |= finals
+            if not keeps or (not beside and not loop.views and found.keys() >= {*loop.gives}):
+                self.known |= {p: found[p] for p in loop.gives}
+                self.finals |= {k: v.clone() for k, v in finals.items()} if keeps else finals  # the last of what is found
+                self.record(loop, found)
                 return
         else:
             some = given.inputs[0]
@@ -138,6 +170,7 @@ class _MixingRun:
             for j in sorted(loop.views.intersection(stage.calls)):
                 operands = [(found[p] if p in found else self.known[p]).detach() for p in self.cut.mixing[j].operands]
                 found.update(zip(loop.results_of[j], self.mix[j].over_time(operands, self.mix[j].fixed), strict=True))
+        self.record(loop, found)
         mixed = {p: found[p] for p in loop.mixed}
         whole = Whole(
             {p: self.known[p] for p in loop.gives}, {k: self.finals[k] for k in states}, {k: self.trail[k] for k in states},
@@ -149,3 +182,8 @@ class _MixingRun:
         self.known |= whole.gives | whole.mixed | whole.shared
         self.finals |= whole.finals
         self.trail |= whole.trail
+
+    def record(self, loop: Loop, found: dict[Place, Tensor]) -> None:
+        """Keep what a walk found, where that is asked for."""
+        if _walks.found is not None:
+            _walks.found += [found[p] for p in (*loop.mixed, *loop.befores)]
