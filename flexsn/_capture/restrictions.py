@@ -25,6 +25,7 @@ from ..errors import (
     ScalarReadError,
     UnsupportedOpError,
 )
+from .decompositions import CELLS
 from .graph_writer import Tape, run_core
 
 aten = torch.ops.aten
@@ -191,6 +192,9 @@ class ValueReads(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in CELLS:  # whose own kernel writes in place
+            with self:
+                return CELLS[func](*args, **(kwargs or {}))
         before, self.recorder.calling = self.recorder.calling, getattr(func, "__name__", "a function")
         try:
             return self.call(func, args, kwargs or {})

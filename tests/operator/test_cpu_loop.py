@@ -64,6 +64,13 @@ def unused_part(x, v, w):
     return v, v
 
 
+def half_of_each(x, u, p, w):
+    """A product and a slice of one state, and a slice of what it gives."""
+    s = torch.sigmoid(x + u - 1.0)
+    q = 0.8 * u + 0.2 * s + p @ w
+    return s, torch.tanh(torch.cat([p[..., :2], q[..., 2:]], -1)), s
+
+
 def narrow_to_wide(x, v, up, down):
     """States of 5, a hidden layer of 3 inside the step."""
     v = torch.tanh(x + torch.tanh(v @ down) @ up)
@@ -82,13 +89,23 @@ CASES = {
     "feedback": (feedback, 3, [weights(H, H), weights(H, H, seed=2)]),
     "read elsewhere": (read_elsewhere, 2, [weights(H, 2 * H)]),
     "unused part": (unused_part, 1, [weights(H, 2 * H)]),
+    "half of each": (half_of_each, 2, [weights(H, H)]),
     "narrow to wide": (narrow_to_wide, 1, [weights(3, H), weights(H, 3)]),
 }
 
 
 @pytest.fixture
 def walked(monkeypatch):
-    found, own = [], Walk.run
+    """The walks that ran, over memory that holds NaN before it is written to."""
+    found, own, new = [], Walk.run, Walk.new
+
+    def poisoned(self, width, rows, dtype=None):
+        made = new(self, width, rows, dtype)
+        if made.tensor.is_floating_point():
+            made.tensor.fill_(torch.nan)
+        return made
+
+    monkeypatch.setattr(Walk, "new", poisoned)
     monkeypatch.setattr(Walk, "run", lambda self, *, back: (found.append(back), own(self, back=back))[1])
     return found
 

@@ -400,9 +400,10 @@ def test_weights_of_16_bits(dtype):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, functools.partial(nn.RNNCell, nonlinearity="relu")])
-def test_cells_of_pytorch(kind):
+@pytest.mark.parametrize("inputs", [INPUTS, H])
+def test_cells_of_pytorch(kind, inputs):
     """Taken as the calls that they are made of; their default states are as wide as the cell."""
-    cell, x = kind(INPUTS, H, dtype=f64), torch.randn(6, 3, INPUTS, dtype=f64)
+    cell, x = kind(inputs, H, dtype=f64), torch.randn(6, 3, inputs, dtype=f64)
     count = 2 if kind is nn.LSTMCell else 1
 
     def core(x, *states):
@@ -411,10 +412,25 @@ def test_cells_of_pytorch(kind):
 
     found = []
     for backend in ("auto", "torch"):
-        y = flexsn.scan(core, [x], [None] * count, backend=backend).outputs[0]
+        y = flexsn.scan(core, [x], [None] * count, backend=backend, strict=backend == "auto").outputs[0]
         found.append([y, *torch.autograd.grad(y.sin().sum(), list(cell.parameters()))])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("stateful", [False, True, "detached"])
+def test_under_an_activation_checkpoint(stateful, warm):
+    """Whose hooks of saved tensors call PyTorch's functions in the midst of a core."""
+    layer = flexsn.Recurrent(flexsn.ALIF(tau=4.0), nn.Linear(H, H, dtype=f64), stateful=stateful, strict=True)
+    x = torch.randn(6, 3, H, dtype=f64, requires_grad=True)
+    if warm:
+        layer(x).sum().backward()
+    found = []
+    for call in (lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False), layer):
+        layer.reset()
+        found.append(torch.autograd.grad(call(x).sin().sum(), [x, *layer.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def test_attention_without_dropout():

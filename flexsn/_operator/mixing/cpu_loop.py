@@ -167,6 +167,7 @@ class _Backward(_Steps):
     Attributes:
         flows: cotangents, by place; those of a view's results are parts of that of its operand.
         written: which parts of them something was written to.
+        partly: those to which something is added where nothing was written before.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class _Backward(_Steps):
         for k, start in loop.start.items():
             after = self.walk.rows_of(trail[k], start.shape[-1]).tensor.contiguous()
             self.values["v", k, 0] = Array(after, BEFORE, start.reshape(after.shape[1:]).contiguous())
-        self.flows, self.written = dict[Place, Array](), dict[Place, list[range]]()
+        self.flows, self.written, self.partly = dict[Place, Array](), dict[Place, list[range]](), set[Place]()
         self.part_of: dict[Place, tuple[Place, int]] = {}
         for j in loop.piece.calls:
             _, kind = self.mixing(j)
@@ -218,7 +219,7 @@ class _Backward(_Steps):
             walk.copy(array, before[k], adds=True)
             array.tensor[-1].zero_()
         for p, array in self.flows.items():
-            if len(set().union(*self.written.get(p, ()))) < array.width:  # a part has no cotangent
+            if p in self.partly or len(set().union(*self.written.get(p, ()))) < array.width:  # a part has no cotangent
                 array.tensor.zero_()
         walk.run(back=True)
         self.of_fixed()
@@ -253,6 +254,8 @@ class _Backward(_Steps):
         begin, width, found = at + start, self.width(place) if width is None else width, self.flow(whole)
         parts = self.written.setdefault(whole, [])
         adds = any(part.start < begin + width and begin < part.stop for part in parts)
+        if adds and not set().union(*parts) >= {*range(begin, begin + width)}:
+            self.partly.add(whole)
         parts.append(range(begin, begin + width))
         return found if width == found.width else found.part(begin, width), adds
 

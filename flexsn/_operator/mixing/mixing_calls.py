@@ -7,6 +7,7 @@ elementwise goes the way of any core.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ..._capture.decompositions import CELLS
 from ..._capture.signature import Signature
 from ..._capture.trace import Meta
+from ..._torch.autograd import saved_tensors_hooks_there
 from ...errors import NotElementwiseError
 from .cpp_products import outer
 from .precision import in_its_dtype, tensors_in, with_tensors
@@ -125,12 +127,23 @@ class Segment:
 class Answering(TorchFunctionMode):
     """While inside, calls of PyTorch's functions are counted, and `answer(number, func, args, kwargs)` makes their results.
 
-    A cell, as of `nn.LSTMCell`, is the calls that it is made of.
+    A cell, as of `nn.LSTMCell`, is the calls that it is made of. What hooks of saved tensors call, as of activation checkpoints, is not the
+    core's: they see nothing of what is saved inside.
     """
 
     def __init__(self, answer: Callable[..., Any]):
         super().__init__()
-        self.answer, self.count = answer, -1
+        self.answer, self.count, self.hooks = answer, -1, list[contextlib.AbstractContextManager]()  # a cell enters once more
+
+    def __enter__(self) -> Answering:
+        there, kept = saved_tensors_hooks_there(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        self.hooks.append(kept if there else contextlib.nullcontext())
+        self.hooks[-1].__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.hooks.pop().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in CELLS:
