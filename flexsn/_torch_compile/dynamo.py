@@ -333,9 +333,10 @@ def _speculate(
                 supports_input_mutation=False, supports_aliasing=True,
             )  # fmt: skip
         except RuntimeError as error:
-            if type(error).__name__ == "TorchRuntimeError" and misfit is not None:  # the core does not take such shapes
+            raised = type(error).__name__ in ("TorchRuntimeError", "FakeTensorObservedException")  # by the core: 2.11, 2.14
+            if raised and misfit is not None:  # it does not take such shapes
                 raise misfit from None
-            if type(error).__name__ == "TorchRuntimeError" and None in fakes:
+            if raised and None in fakes:
                 raise dynamo.Unsupported(UNKNOWN_STATES.format(core=sig.core)) from error
             raise
     return fx.GraphModule(dict(tx.output.nn_modules), graph), list(lifted)
