@@ -11,7 +11,9 @@ from torch.nn.functional import linear
 
 import flexsn
 from flexsn import surrogate
+from flexsn._operator.mixing import run
 from flexsn._operator.mixing.cpp_walk import Walk
+from flexsn._operator.mixing.mixing_calls import functions_of_step
 from flexsn.errors import DoubleBackwardError, FallbackWarning, NotElementwiseError, ShapeMismatchError
 
 f32, f64 = torch.float32, torch.float64
@@ -462,3 +464,23 @@ def test_captured_tensors_that_change():
         grads = [torch.autograd.grad(y.sum(), list(layer.parameters())) for y in runs]
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_warm_call_does_not_run_the_core(monkeypatch):
+    """Where all weights are the core's own, what it calls is known; the weights are those of the call."""
+    layer, runs = nn.Linear(H, H, dtype=f64), []
+
+    def core(x, v):
+        h = torch.tanh(x + layer(v))
+        return h, h
+
+    monkeypatch.setattr(run, "functions_of_step", lambda *args: (runs.append(1), functions_of_step(*args))[1])
+    x = torch.randn(6, 2, H, dtype=f64)
+    for _ in range(3):
+        layer.weight = nn.Parameter(torch.randn(H, H, dtype=f64) * 0.3)
+        (y,), _ = flexsn.scan(core, (x,), (x[0],))
+        v = x[0]
+        for step in x.unbind(0):
+            v = torch.tanh(step + linear(v, layer.weight, layer.bias))
+        torch.testing.assert_close(y[-1], v)
+    assert len(runs) == 1

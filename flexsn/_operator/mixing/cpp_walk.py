@@ -16,6 +16,7 @@ from ..._ir.roles import Kind, Role
 from ..._runtime import cpp_kernel
 from ..._runtime.fork import num_threads
 from ..._runtime.launch import Launch
+from ..._runtime.memory import allocator, dense_strides
 from ..call import Call
 from . import cpp_products
 from .mixing_calls import MixingFunction
@@ -88,7 +89,8 @@ class Walk:
 
     def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
         """Return an array with memory of its own."""
-        return Array(torch.empty((rows, self.sequences, width), dtype=dtype or self.dtype))
+        shape = rows, self.sequences, width
+        return Array(allocator(torch.device("cpu"), shape, dense_strides(shape), dtype or self.dtype)())
 
     def rows_of(self, sequence: Tensor, width: int) -> Array:
         """Return a sequence `[T, *step]`, as wide as it is or broadcast."""

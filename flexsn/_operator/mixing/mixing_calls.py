@@ -8,7 +8,7 @@ elementwise goes the way of any core.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,6 +237,25 @@ _BY_WEIGHTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul
 
 
 def mixing_functions(
+    known: dict[Any, Any], tensors: Mapping[Any, Tensor], autocast: torch.dtype | None, found: Callable[[], list[MixingFunction]]
+) -> list[MixingFunction]:  # fmt: skip
+    """Return the calls of a core that mix neurons, without running it where that tells nothing new.
+
+    Args:
+        known: what calls of this kind keep. Where all fixed tensors are tensors that the core takes or captures, it then holds which.
+        tensors: these, by name.
+        found: finds the calls by running a step of the core.
+    """
+    key = "functions", autocast
+    if (kept := known.get(key)) is not None:
+        return [function.over([tensors[name] for name in names]) for function, names in kept]
+    functions, names = found(), {id(t): name for name, t in tensors.items()}
+    if all(id(t) in names for f in functions for t in f.fixed):
+        known[key] = [(f.over([torch.empty(0) for _ in f.fixed]), [names[id(t)] for t in f.fixed]) for f in functions]
+    return functions
+
+
+def functions_of_step(
     mixing: Sequence[Mixing], calls: int, core: Callable, name: str, operands: Sequence[Tensor], autocast: torch.dtype | None
 ) -> list[MixingFunction]:  # fmt: skip
     """Run one step of a core; return its calls that mix neurons.

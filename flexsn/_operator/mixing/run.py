@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..call import upcast
 from ..eager_loop import result_dtypes
 from .cut import AtOnce, Recurrence, Scan
 from .feedback import Whole, with_feedback
-from .mixing_calls import NOTHING, Place, Segment, mixing_functions
+from .mixing_calls import NOTHING, Place, Segment, functions_of_step, mixing_functions
 from .recurrence import Given, Loop
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences, outputs
@@ -100,13 +101,13 @@ class _MixingRun:
         self.run, self.given, self.cut, self.sequences = run, given, given.look.wrap, sequences
         self.known: dict[Place, Tensor] = {("x", k, 0): x for k, x in enumerate(given.inputs)}
         self.known[NOTHING] = given.inputs[0].new_zeros(len(given.inputs[0]))
-        first = [x[0] if len(x) else x.new_zeros(x.shape[1:]) for x in given.inputs]
         pairs = zip(given.states, self.cut.metas[len(given.inputs) :], strict=True)
-        self.states = [first[0].new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs]
-        core = given.look.runnable(given.core)
-        self.mix = mixing_functions(
-            self.cut.mixing, self.cut.calls, core, self.cut.sig.core, [*first, *self.states, *given.params], given.autocast
-        )
+        self.states = [given.inputs[0].new_zeros(m.shape, dtype=m.dtype) if v is None else v.expand(m.shape) for v, m in pairs]
+        tensors: dict[Any, Tensor] = {("param", n): p for n, p in enumerate(given.params)} | given.look.tensors()
+        self.mix = mixing_functions(given.look.over_parts, tensors, given.autocast, lambda: functions_of_step(
+            self.cut.mixing, self.cut.calls, given.look.runnable(given.core), self.cut.sig.core,
+            [*[x[0] if len(x) else x.new_zeros(x.shape[1:]) for x in given.inputs], *self.states, *given.params], given.autocast,
+        ))  # fmt: skip
         self.finals, self.trail = dict[int, Tensor](), dict[int, Tensor]()
 
     def sequence(self, place: Place) -> Tensor:
