@@ -484,3 +484,22 @@ def test_a_warm_call_does_not_run_the_core(monkeypatch):
             v = torch.tanh(step + linear(v, layer.weight, layer.bias))
         torch.testing.assert_close(y[-1], v)
     assert len(runs) == 1
+
+
+def test_what_is_kept_for_the_backward():
+    """Beside operands and the output one sequence, of what the product gives; states are computed once more."""
+    layer, x = flexsn.Recurrent(flexsn.ALIF(), nn.Linear(32, 32), stateful=False, strict=True), torch.rand(50, 8, 32, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = layer(x)
+    del kept[x.untyped_storage().data_ptr()]
+    assert kept.pop(y.untyped_storage().data_ptr(), 0) == 0
+    rows = [size for size in kept.values() if size > x.nbytes // 50 * 10]
+    assert rows == [x.nbytes]
+    y.sum().backward()
+    assert x.grad.abs().sum() > 0

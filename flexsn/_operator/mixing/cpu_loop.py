@@ -126,8 +126,7 @@ class _Forward(_Steps):
             for j in stage.calls:
                 self.call(j)
         walk.run(back=False)
-        kept = [*[p for p in loop.mixed if p[1] not in loop.views], *self.befores] if self.keeps else []
-        found = {p: walk.shaped(self.values[p].tensor) for p in (*loop.gives, *kept)}
+        found = {p: walk.shaped(self.values[p].tensor) for p in (*loop.gives, *(loop.kept if self.keeps else ()))}
         return found, {k: end.reshape(loop.start[k].shape) for k, end in self.ends.items()}
 
     def segment(self, step: Any) -> None:
@@ -136,7 +135,7 @@ class _Forward(_Steps):
         dtypes = {role: dtype for role, _, dtype in call.launch.writes}
         writes = {Role(Kind.STATE, n): self.after[k] for n, k in enumerate(step.segment.states)}
         for p, role in zip(step.segment.gives, call.results, strict=False):
-            rows = self.loop.T if self.keeps or p in self.loop.gives else 1
+            rows = self.loop.T if p in self.loop.gives else 1
             self.values[p] = writes[role] = self.walk.new(width, rows, dtypes[role])
             self.rows[p] = self.walk.shaped(self.values[p].tensor[:1])
         self.walk.kernel(call, call.launch, call.prologue, step.operands(self.rows, statics), reads, writes)

@@ -1,4 +1,8 @@
-"""What flows back through the mixing calls of a recurrence, beside what its segments give."""
+"""The gradients of a recurrence: of its segments over whole sequences, and of what flows back through its mixing calls.
+
+Between forward and backward a recurrence keeps its operands and the results of its mixing calls. All else its segments compute once more:
+so a recurrent layer of LIF neurons keeps one sequence beside its input and its output, where states and operands were three.
+"""
 
 from __future__ import annotations
 
@@ -13,56 +17,104 @@ from ..._runtime import fork
 from ..._torch.tensors import has_storage
 from ..._torch.transforms import is_plain
 from ...errors import DoubleBackwardError
+from ..autograd import run_call
 from .mixing_calls import Place
 from .recurrence import Loop
 
 
 class Whole(NamedTuple):
-    """Sequences of a recurrence whose segments were given what the first walk found.
+    """Sequences of a recurrence.
 
     Attributes:
-        gives, finals, trail: what other pieces take of its segments; final states; states after every step.
-        shared: results of mixing calls that other pieces take.
+        gives, finals, trail: what its last segments give to other pieces; final states; states after every step.
+        mixed: results of mixing calls.
         asked: operands of the mixing calls that are computed.
-        states: at the start.
-        outer: operands of the mixing calls that are of other pieces.
-        mixed: all results of mixing calls.
     """
 
     gives: dict[Place, Tensor]
     finals: dict[int, Tensor]
     trail: dict[int, Tensor]
-    shared: dict[Place, Tensor]
-    asked: dict[Place, Tensor]
-    states: dict[int, Tensor]
-    outer: dict[Place, Tensor]
     mixed: dict[Place, Tensor]
+    asked: dict[Place, Tensor]
 
 
-def with_feedback(loop: Loop, whole: Whole) -> Whole:
-    """Return the same sequences, the first four with the gradients that flow through the mixing calls."""
+class Operands(NamedTuple):
+    """What a recurrence takes: sequences of other pieces, states at the start, params, and captured tensors."""
+
+    known: dict[Place, Tensor]
+    states: dict[int, Tensor]
+    params: dict[int, Tensor]
+    captured: dict[str, Tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for group in self for t in group.values()]
+
+    def of(self, values: Sequence[Any]) -> Operands:
+        """Return other values in the place of these."""
+        given, groups = iter(values), list[Any]()
+        for group in self:
+            groups.append({key: next(given) for key in group})
+        return Operands(*groups)
+
+
+def over_whole(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor]) -> Whole:
+    """Run the segments over whole sequences.
+
+    Args:
+        kept: what a walk kept, see `Loop.kept`.
+    """
+    rows, mixed = {**operands.known, **kept}, {p: kept[p] for p in loop.mixed if p in kept}
+    found = Whole({}, {}, {}, mixed, {})
+    for stage, steps in zip(loop.piece.stages, loop.steps, strict=True):
+        for step in steps:
+            states = [operands.states[k] for k in step.segment.states]
+            call, given = step.over_time(rows, states, list(operands.params.values()), operands.captured)
+            finals, trail, outputs = run_call(call, given)
+            found.finals.update(zip(step.segment.states, finals, strict=True))
+            found.trail.update(zip(step.segment.states, trail, strict=True))
+            (found.gives if stage is loop.piece.stages[-1] else found.asked).update(zip(step.segment.gives, outputs, strict=True))
+        for j in sorted(loop.views.intersection(stage.calls)):
+            given = [(found.asked[p] if p in found.asked else rows[p]).detach() for p in loop.mixing[j].operands]
+            views = dict(zip(loop.results_of[j], loop.mix[j].over_time(given, [t.detach() for t in loop.mix[j].fixed]), strict=True))
+            rows |= views
+            mixed |= views
+    return found
+
+
+def differentiable(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor], walked: Whole | None, shared: Sequence[Place]) -> Whole:
+    """Return what a recurrence gives, with gradients.
+
+    Args:
+        walked: what a walk found; None where the segments are to find it.
+        shared: results of mixing calls that other pieces take.
+    """
     fixed = [t for j in loop.piece.calls for t in loop.mix[j].fixed]
-    tensors = [t for group in whole[:-1] for t in group.values()]
-    results = iter(_Feedback.apply(loop, [list(group) for group in whole], *tensors, *fixed, *whole.mixed.values()))
-    groups: Sequence[Any] = whole[:4]
-    changed: dict[str, Any] = {name: {key: next(results) for key in group} for name, group in zip(whole._fields, groups, strict=False)}
-    return whole._replace(**changed)
+    groups: list[Any] = []
+    results = iter(_Recurrence.apply(loop, operands, kept, walked, shared, groups, *operands.tensors, *fixed))
+    gives, finals, trail, mixed = [{key: next(results) for key in group} for group in groups]
+    return Whole(gives, finals, trail, mixed, {})
 
 
-class _Feedback(torch.autograd.Function):
-    """What other pieces take of a recurrence, as it is; the backward adds what flows through the mixing calls."""
+class _Recurrence(torch.autograd.Function):
+    """A recurrence; `groups` tells what its results are."""
 
     @staticmethod
-    def forward(ctx: Any, loop: Loop, keys: list[list[Any]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`keys`: of a `Whole`; `tensors`: of it, with fixed tensors of mixing calls before the last group."""
-        gives, finals, trail, shared, asked, states, outer, _ = map(len, keys)
-        ctx.loop, ctx.keys = loop, keys
-        own = gives + finals + trail + shared
-        ctx.save_for_backward(
-            *tensors[gives + finals : own - shared], *tensors[own : own + asked], *tensors[own + asked + states + outer :]
-        )
+    def forward(
+        ctx: Any, loop: Loop, operands: Operands, kept: Mapping[Place, Tensor], walked: Whole | None, shared: Sequence[Place],
+        groups: list[Any], *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.loop, ctx.like, ctx.kept, ctx.made = loop, operands.of([None] * len(operands.tensors)), list(kept), None
+        if walked is None:
+            ctx.made = _with_graph(loop, operands, ctx.needs_input_grad[6:], kept)
+            walked = ctx.made[1]
+        loop.known = {}  # of which the saved tensors are
+        mixed = {p: walked.mixed[p] for p in shared}
+        groups += [list(group) for group in (walked.gives, walked.finals, walked.trail, mixed)]
+        ctx.groups = groups
+        ctx.save_for_backward(*tensors, *kept.values())
         ctx.set_materialize_grads(False)
-        return tuple([t.detach() for t in tensors[:own]])  # the same memory, to which may be written, as no view of two may
+        return tuple([t.detach() for group in (walked.gives, walked.finals, walked.trail, mixed) for t in group.values()])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -72,40 +124,64 @@ class _Feedback(torch.autograd.Function):
                 core=core_name(ctx.loop.given.core), hint='Only the eager loop does that: `backend="torch"`.',
             )  # fmt: skip
         with fork.undisturbed():
-            return _Feedback.pulled(ctx, grads)
+            return *[None] * 6, *_pulled(ctx, grads)
 
-    @staticmethod
-    def pulled(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of what `forward` was given."""
-        loop: Loop = ctx.loop
-        gives, finals, trail, shared, asked, states, outer, mixed = ctx.keys
-        saved = ctx.saved_tensors  # raises if one was written to since
-        after = dict(zip(trail, saved, strict=False))
-        operands = dict(zip(asked, saved[len(trail) :], strict=False))
-        fixed = iter(saved[len(trail) + len(asked) : len(saved) - len(mixed)])
-        needs = iter(ctx.needs_input_grad[2 + len(grads) + len(asked) + len(states) + len(outer) :])
-        loop.of_fixed.clear()
-        for j in loop.piece.calls:
-            loop.mix[j].fixed = [next(fixed) for _ in loop.mix[j].fixed]
-            loop.needs[j] = [next(needs) for _ in loop.mix[j].fixed]
-        computed = operands | dict(zip(mixed, saved[len(saved) - len(mixed) :], strict=True))
-        given = iter(grads)
-        of_gives, of_finals, of_trail, of_shared = ({key: next(given) for key in group} for group in (gives, finals, trail, shared))
-        found, fed = loop.backward(computed, after, of_gives | of_shared, of_finals, of_trail)
-        for k, by in fed.items():
-            of_trail[k] = by[1:] if (g := of_trail[k]) is None else g + by[1:]
-        of_fixed = list[Tensor | None]()
-        for j in loop.piece.calls:
-            if loop.mix[j].weights is None:
-                of_fixed += [loop.of_fixed.get((j, n)) for n in range(len(loop.needs[j]))]
-            elif any(loop.needs[j]):
-                halves = _halves(loop, loop.mixing[j].operands[0], after, computed)
-                of_fixed += loop.mix[j].of_weights(*halves, found["m", j, 0], loop.needs[j])
-            else:
-                of_fixed += [None] * len(loop.needs[j])
-        starts = [fed[k][0] if k in fed else None for k in states]
-        own = (*of_gives.values(), *of_finals.values(), *of_trail.values(), *[None] * len(shared))
-        return (None, None, *own, *[found[p] for p in asked], *starts, *[found.get(p) for p in outer], *of_fixed, *[None] * len(mixed))
+
+def _with_graph(loop: Loop, operands: Operands, needs: Sequence[bool], kept: Mapping[Place, Tensor]) -> tuple[Operands, Whole]:
+    """Return leaves of autograd in the place of operands, and what the segments make of them."""
+    leaves = operands.of([t.detach().requires_grad_(need) for t, need in zip(operands.tensors, needs, strict=False)])
+    with torch.enable_grad():
+        return leaves, over_whole(loop, leaves, kept)
+
+
+def _pulled(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of the operands, and of the fixed tensors of mixing calls."""
+    loop: Loop = ctx.loop
+    saved, needs, count = ctx.saved_tensors, ctx.needs_input_grad[6:], len(ctx.like.tensors)  # raises if one was written to since
+    operands, kept = ctx.like.of(saved[:count]), dict(zip(ctx.kept, saved[len(saved) - len(ctx.kept) :], strict=True))
+    fixed, fixed_needs = iter(saved[count:]), iter(needs[count:])
+    loop.of_fixed.clear()
+    loop.known = {p: t.detach() for p, t in operands.known.items()}
+    for j in loop.piece.calls:
+        loop.mix[j].fixed = [next(fixed) for _ in loop.mix[j].fixed]
+        loop.needs[j] = [next(fixed_needs) for _ in loop.mix[j].fixed]
+    leaves, whole = ctx.made or _with_graph(loop, operands, needs, kept)
+    given = iter(grads)
+    of_gives, of_finals, of_trail, of_mixed = [{key: next(given) for key in group} for group in ctx.groups]
+    of_trail = {k: of_trail.get(k) for k in whole.trail}
+    computed = {key: t.detach() for group in (whole.asked, whole.mixed, kept) for key, t in group.items()}
+    trail = {k: t.detach() for k, t in whole.trail.items()}
+    found, fed = loop.backward(computed, trail, of_gives | of_mixed, of_finals, of_trail) if loop.T else ({}, {})
+    for k, by in fed.items():
+        of_trail[k] = by[1:] if (g := of_trail[k]) is None else g + by[1:]
+    results: list[Any] = [(whole.gives, of_gives), (whole.finals, of_finals), (whole.trail, of_trail), (whole.asked, found)]
+    ys = [(y, g) for group, of in results for key, y in group.items() if y.requires_grad and (g := of.get(key)) is not None]
+    asked = [t for t in leaves.tensors if t.requires_grad]
+    pulled = iter(
+        torch.autograd.grad([y for y, _ in ys], asked, [g for _, g in ys], retain_graph=ctx.made is not None, allow_unused=True)
+        if ys and asked else [None] * len(asked)
+    )  # fmt: skip
+    of_leaves: dict[str, Any] = leaves.of([next(pulled) if t.requires_grad else None for t in leaves.tensors])._asdict()
+    for name, more in (("states", {k: by[0] for k, by in fed.items()}), ("known", {p: found.get(p) for p in loop.outer})):
+        for key, g in more.items():
+            of_leaves[name][key] = _sum(of_leaves[name][key], g)
+    return [*[g for group in of_leaves.values() for g in group.values()], *_of_fixed(loop, trail, computed, found)]
+
+
+def _of_fixed(
+    loop: Loop, trail: Mapping[int, Tensor], computed: Mapping[Place, Tensor], found: Mapping[Place, Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of the fixed tensors of mixing calls, of which a walk back found part."""
+    of_fixed = list[Tensor | None]()
+    for j in loop.piece.calls:
+        if loop.mix[j].weights is None or not loop.T:
+            of_fixed += [loop.of_fixed.get((j, n)) for n in range(len(loop.needs[j]))]
+        elif any(loop.needs[j]):
+            halves = _halves(loop, loop.mixing[j].operands[0], trail, computed)
+            of_fixed += loop.mix[j].of_weights(*halves, found["m", j, 0], loop.needs[j])
+        else:
+            of_fixed += [None] * len(loop.needs[j])
+    return of_fixed
 
 
 def _halves(loop: Loop, place: Place, trail: Mapping[int, Tensor], computed: Mapping[Place, Tensor]) -> tuple[Tensor, Tensor]:
@@ -114,3 +190,7 @@ def _halves(loop: Loop, place: Place, trail: Mapping[int, Tensor], computed: Map
         return loop.start[place[1]], trail[place[1]][:-1]
     whole = computed[place] if place in computed else loop.known[place]
     return whole[0], whole[1:]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b

@@ -1,8 +1,9 @@
 """A recurrence that mixes neurons: a loop over time in which its mixing calls take turns with the kernels of its segments.
 
-A first walk over time, without gradients, finds what the mixing calls give. Then the segments run as any core does, over whole sequences,
-and give outputs, states and all gradients but those that flow through the mixing calls. `_Feedback` adds these: its backward walks back
-over time once, and gives the segments the cotangents that their states, and the operands of these calls, have by way of them.
+A walk over time finds what the recurrence gives, and keeps the results of its mixing calls. For the backward (`feedback.py`) the segments
+run once more, given these, as any core does, over whole sequences: they give the states after every step, and all gradients but those that
+flow through the mixing calls. A walk back over time finds these: the cotangents that states, and operands of the mixing calls, have by way
+of them.
 
 So the backward decides nothing anew: it reads the results of the mixing calls that the forward found.
 """
@@ -81,8 +82,7 @@ class OneStep:
             takes, states = [t.detach() for t in takes], [t.detach().clone() for t in states]
             for tensor in [*[t for t, own in zip(takes, self.own, strict=True) if own], *states] if trains else ():
                 tensor.requires_grad_(tensor.is_floating_point())
-            if len(self.look.over_parts) >= _MOST_STEPS:
-                self.look.over_parts.clear()
+            self._make_room()
             with torch.set_grad_enabled(trains):
                 call = self.look.over_parts[key] = prepare(
                     given.core, self.look, segment.signature, takes, states, given.params, dict(self.captured), given.backend, trains,
@@ -90,6 +90,25 @@ class OneStep:
                 )  # fmt: skip
         self.calls[trains] = call, [*[p.detach() for p in given.params], *[self.captured[name].detach() for name in call.captured]]
         return self.calls[trains]
+
+    def over_time(
+        self, sequences: Mapping[Place, Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: dict[str, Tensor]
+    ) -> tuple[Call, list[Tensor]]:
+        """Return the call over whole sequences, with gradients if operands have them, and these."""
+        given, segment, takes = self.given, self.segment, [sequences[p] for p in self.segment.takes]
+        kinds = [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in (*takes, *states, *params, *captured.values())]
+        key = ("whole", torch.is_grad_enabled(), given.backend, *kinds)
+        call = self.look.over_parts.get(key)
+        if call is None:
+            self._make_room()
+            call = self.look.over_parts[key] = prepare(
+                given.core, self.look, segment.signature, takes, states, tuple(params), captured, given.backend, True, len(segment.gives)
+            )
+        return call, [*takes, *states, *params, *[captured[name] for name in call.captured]]
+
+    def _make_room(self) -> None:
+        if len(self.look.over_parts) >= _MOST_STEPS:
+            self.look.over_parts.clear()
 
     def operands(self, rows: Rows, statics: Sequence[Tensor]) -> list[Tensor]:
         segment = self.segment
@@ -166,6 +185,11 @@ class Loop:
         return sorted({p for p in operands if p in self.known and self.known[p].is_floating_point()})
 
     @property
+    def kept(self) -> list[Place]:
+        """What segments take of a walk, but for results of mixing calls that are views."""
+        return [*[p for p in self.mixed if p[1] not in self.views], *self.befores]
+
+    @property
     def befores(self) -> list[Place]:
         """States before a step that its segments take as inputs."""
         taken = {p for steps in self.steps for step in steps for p in step.segment.takes}
@@ -199,14 +223,14 @@ class Loop:
         """Walk over time; return what the recurrence gives `[T, ...]`, and the final states.
 
         Args:
-            keeps: whether it returns, in place of what it gives, what its segments then take: the results of its mixing calls but for those
-                that are views, and states before every step.
+            keeps: whether it also returns what its segments then take: the results of its mixing calls but for those that are views, and
+                states before every step.
         """
         return cpu_loop.forward(self, keeps=keeps) or gpu_loop.forward(self, keeps=keeps) or self.walk(keeps=keeps)
 
     def walk(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
         """Walk over time in Python, as `forward` does."""
-        wanted = [*self.mixed, *self.befores] if keeps else self.gives
+        wanted = [*self.gives, *(self.kept if keeps else ())]
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in self.known.items()}
         kept: list[list[Tensor]] = []
         states = self.start

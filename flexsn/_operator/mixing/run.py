@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from ..._ir.graph import HALF
 from ..call import upcast
 from ..eager_loop import result_dtypes
 from .cut import AtOnce, Recurrence, Scan
-from .feedback import Whole, with_feedback
+from .feedback import Operands, Whole, differentiable, over_whole
 from .mixing_calls import NOTHING, Place, Segment, functions_of_step, mixing_functions
 from .recurrence import Given, Loop
 
@@ -142,49 +141,32 @@ class _MixingRun:
         return outputs
 
     def recurrence(self, piece: Recurrence) -> None:
-        given, states = self.given, {k: self.states[k] for k in piece.states}
+        given, captured, own = self.given, self.given.look.tensors(), piece.own(self.cut.mixing)
         known = {p: self.sequence(p) for p in sorted(piece.taken(self.cut.mixing))}
-        mix = {j: self.mix[j] for j in piece.calls}
-        loop = Loop(given, piece, known, states, mix, given.look.tensors(), len(given.inputs[0]))
-        fixed = [t for j in piece.calls for t in self.mix[j].fixed]
-        tensors = (*known.values(), *states.values(), *given.params, *given.look.tensors().values(), *fixed)
+        operands = Operands(known, {k: self.states[k] for k in piece.states}, dict(enumerate(given.params)), captured)
+        loop = Loop(given, piece, known, operands.states, {j: self.mix[j] for j in piece.calls}, captured, len(given.inputs[0]))
+        tensors = (*operands.tensors, *[t for j in piece.calls for t in self.mix[j].fixed])
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        beside = trains or self.sequences or not self.cut.shared.isdisjoint(piece.own(self.cut.mixing))
-        keeps = beside or _walks.found is not None
-        found = dict[Place, Tensor]()
+        kept, walked = dict[Place, Tensor](), None
         if _walks.given is not None:
-            found = {p: next(_walks.given) for p in (*loop.mixed, *loop.befores)}
+            kept = {p: next(_walks.given) for p in (*loop.mixed, *loop.befores)}
         elif loop.T:
-            found, finals = loop.forward(keeps=keeps)
-            if not keeps or (not beside and not loop.views and found.keys() >= {*loop.gives}):
-                self.known |= {p: found[p] for p in loop.gives}
-                self.finals |= {k: v.clone() for k, v in finals.items()} if keeps else finals  # the last of what is found
-                self.record(loop, found)
-                return
+            beside = self.sequences or not self.cut.shared.isdisjoint(own)
+            found, finals = loop.forward(keeps=trains or beside or _walks.found is not None)
+            kept = {p: t for p, t in found.items() if p not in loop.gives}
+            if not beside and not (_walks.found is not None and loop.views):
+                walked = Whole({p: found[p] for p in loop.gives}, finals, {}, {}, {})
         else:
             some = given.inputs[0]
-            found = {p: some.new_empty((0, *m.shape), dtype=m.dtype) for p in loop.mixed for m in [self.cut.mixing[p[1]].results[p[2]]]}
-            found |= {("v", k, 0): v.new_empty((0, *v.shape)) for k, v in states.items()}
-        for stage in piece.stages:
-            for segment in stage.segments:
-                self.scan(segment, {k: states[k] for k in segment.states}, found, keeps=True)
-            for j in sorted(loop.views.intersection(stage.calls)):
-                operands = [(found[p] if p in found else self.known[p]).detach() for p in self.cut.mixing[j].operands]
-                found.update(zip(loop.results_of[j], self.mix[j].over_time(operands, self.mix[j].fixed), strict=True))
-        self.record(loop, found)
-        mixed = {p: found[p] for p in loop.mixed}
-        whole = Whole(
-            {p: self.known[p] for p in loop.gives}, {k: self.finals[k] for k in states}, {k: self.trail[k] for k in states},
-            {p: t for p, t in mixed.items() if p in self.cut.shared}, {p: self.known[p] for p in loop.asked}, states,
-            {p: known[p] for p in loop.outer}, mixed,
-        )  # fmt: skip
-        if loop.T and any(t.requires_grad for t in (*itertools.chain(*[group.values() for group in whole]), *fixed)):
-            whole = with_feedback(loop, whole)
-        self.known |= whole.gives | whole.mixed | whole.shared
-        self.finals |= whole.finals
-        self.trail |= whole.trail
-
-    def record(self, loop: Loop, found: dict[Place, Tensor]) -> None:
-        """Keep what a walk found, where that is asked for."""
+            kept = {p: some.new_empty((0, *m.shape), dtype=m.dtype) for p in loop.mixed for m in [self.cut.mixing[p[1]].results[p[2]]]}
+            kept |= {("v", k, 0): v.new_empty((0, *v.shape)) for k, v in operands.states.items()}
+        shared = [p for p in loop.mixed if p in self.cut.shared]
+        if trains:
+            walked = differentiable(loop, operands, kept, walked, shared)
+        elif walked is None:
+            walked = over_whole(loop, operands, kept)
         if _walks.found is not None:
-            _walks.found += [found[p] for p in (*loop.mixed, *loop.befores)]
+            _walks.found += [walked.mixed[p] if p in walked.mixed else kept[p] for p in (*loop.mixed, *loop.befores)]
+        self.known |= walked.gives | {p: walked.mixed[p] for p in shared}
+        self.finals |= walked.finals
+        self.trail |= walked.trail
