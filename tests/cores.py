@@ -50,3 +50,9 @@ def relu_mem(x, v):
     """1-1-0 with only exact ops and no surrogate."""
     h = (v * 0.5 + x).clamp(min=-1.0, max=2.0)
     return torch.maximum(h, -0.25 * x), h
+
+
+def recurrent_lif(x, v, s, w):
+    h = v + (x + s @ w - v) / 2.0
+    s = surrogate.atan(h - 1.0)
+    return s, h * (1.0 - s), s

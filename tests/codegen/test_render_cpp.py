@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cores import lif
+from cores import lif, recurrent_lif
 from helpers import check
 
 import flexsn
@@ -16,6 +16,7 @@ from flexsn._capture.trace import Meta
 from flexsn._codegen import cpp as render_cpp
 from flexsn._codegen.cpp import literal
 from flexsn._ir.graph import Builder
+from flexsn._operator.mixing.cut import take_apart
 from flexsn._program import compiled as compiling
 from flexsn._program.cache import PROGRAMS
 from flexsn._version import __version__
@@ -25,20 +26,32 @@ f32, f64 = torch.float32, torch.float64
 
 
 # --- golden files -------------------------------------------------------------------------------------------------------------
+def plans(core, sig, metas):
+    program = compiling.program_of("cpp", core, sig, metas, torch.device("cpu"), {}, None)
+    program.differentiate(core, {})
+    dtypes, wanted = (f32,) * sig.num_inputs, tuple(r for r in program.vjp.graph.outputs if r[0] == "g")
+    return program.forward_plan(dtypes, True, False), program.backward_plan(dtypes, wanted, ("gy0",))
+
+
 def lif_sources():
-    sig = make_signature(lif, 1, 1, 2)
-    program = compiling.program_of(
-        "cpp", lif, sig, [Meta((5,), f32), Meta((5,), f32), Meta((), f32), Meta((3, 1), f32)], torch.device("cpu"), {}, None
-    )
-    program.differentiate(lif, {})
-    backward = program.backward_plan((f32,), tuple(r for r in program.vjp.graph.outputs if r[0] == "g"), ("gy0",))
-    return {"lif_forward": program.forward_plan((f32,), True, False), "lif_backward": backward}
+    metas = [Meta((5,), f32), Meta((5,), f32), Meta((), f32), Meta((3, 1), f32)]
+    return dict(zip(("lif_forward", "lif_backward"), plans(lif, make_signature(lif, 1, 1, 2), metas), strict=True))
 
 
-@pytest.mark.parametrize("name", ["lif_forward", "lif_backward"])
+def segment_sources():
+    """What is left of a recurrent layer when its product is taken out of the step."""
+    metas = [Meta((2, 5), f32)] * 3 + [Meta((5, 5), f32)]
+    cut = take_apart(recurrent_lif, make_signature(recurrent_lif, 1, 2, 1), metas, torch.device("cpu"), {}, None)
+    (segment,) = cut.segments
+    metas = [*[segment.meta_of(p) for p in segment.takes], *metas[1:3], metas[3]]
+    found = plans(segment(recurrent_lif), segment.signature, metas)
+    return dict(zip(("segment_forward", "segment_backward"), found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["lif_forward", "lif_backward", "segment_forward", "segment_backward"])
 def test_golden(name, update_golden):
     """After a wanted change of the renderer: `pytest tests/codegen/test_render_cpp.py --update-golden`, and read the diff."""
-    text = render_cpp.render(lif_sources()[name]).replace(f"flexsn {__version__}", "flexsn")
+    text = render_cpp.render((segment_sources() if "segment" in name else lif_sources())[name]).replace(f"flexsn {__version__}", "flexsn")
     path = GOLDEN / f"{name}.cpp"
     if update_golden:
         GOLDEN.mkdir(exist_ok=True)
