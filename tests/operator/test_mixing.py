@@ -503,3 +503,28 @@ def test_what_is_kept_for_the_backward():
     assert rows == [x.nbytes]
     y.sum().backward()
     assert x.grad.abs().sum() > 0
+
+
+class Turned(torch.autograd.Function):
+    """Elementwise, with a backward that is not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.flip(-1)
+
+
+def test_a_backward_without_a_kernel_is_refused_by_the_forward():
+    w = torch.randn(H, H, dtype=f64)
+
+    def core(x, v):
+        v = torch.tanh(Turned.apply(x) + v @ w)
+        return v, v
+
+    x, start = torch.randn(6, 3, H, dtype=f64), torch.zeros(3, H, dtype=f64)
+    flexsn.scan(core, [x], [start], strict=True)
+    with pytest.raises(NotElementwiseError):
+        flexsn.scan(core, [x.requires_grad_()], [start], strict=True)

@@ -82,6 +82,20 @@ def over_whole(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor]) -> 
     return found
 
 
+def _expect_backward(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor]) -> None:
+    """Prepare what a backward will run, of which some has no kernel.
+
+    Raises:
+        CannotFuseError: that of a segment.
+    """
+    some, rows = next(iter(operands.states.values())), {**operands.known, **kept}
+    for step in [step for steps in loop.steps for step in steps]:
+        views = {p: step.segment.meta_of(p) for p in step.segment.takes if p not in rows}
+        given = rows | {p: some.new_empty((loop.T, *meta.shape), dtype=meta.dtype) for p, meta in views.items()}
+        states = [operands.states[k] for k in step.segment.states]
+        step.over_time(given, states, list(operands.params.values()), operands.captured)
+
+
 def differentiable(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor], walked: Whole | None, shared: Sequence[Place]) -> Whole:
     """Return what a recurrence gives, with gradients.
 
@@ -89,6 +103,8 @@ def differentiable(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor],
         walked: what a walk found; None where the segments are to find it.
         shared: results of mixing calls that other pieces take.
     """
+    if walked is not None:
+        _expect_backward(loop, operands, kept)
     fixed = [t for j in loop.piece.calls for t in loop.mix[j].fixed]
     groups: list[Any] = []
     results = iter(_Recurrence.apply(loop, operands, kept, walked, shared, groups, *operands.tensors, *fixed))
