@@ -221,10 +221,10 @@ def mixing_call(core: GraphCore, operands: Sequence[Any], fakes: Sequence[Any], 
 
 # --- the operators ------------------------------------------------------------------------------------------------------------
 def _own(results: Sequence[Tensor], operands: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return results of an operator densely, each in memory of its own."""
+    """Return results of an operator densely, each in memory of its own, from its start: Inductor expects it to be aligned."""
     taken, found = {t.untyped_storage().data_ptr() for t in operands if t is not None}, list[Tensor]()
     for t in results:
-        shares = t.untyped_storage().data_ptr() in taken
+        shares = t.untyped_storage().data_ptr() in taken or t.storage_offset()
         found.append(t.clone(memory_format=torch.contiguous_format) if shares else t.contiguous())
         taken.add(found[-1].untyped_storage().data_ptr())
     return found
