@@ -138,6 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     load, device, repeats = os.getloadavg()[0], options.device, options.repeats
     sizes = [(100, 64, 128, 0.6), (100, 64, 256, 0.6), (100, 64, 256, 0.0), (100, 64, 512, 0.6)]
+    sizes += [(1000, 64, 256, 0.6)] if device == "cuda" else []
     found = {
         "machine": machine(), "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "date": datetime.date.today().isoformat(),

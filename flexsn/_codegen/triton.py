@@ -71,7 +71,7 @@ def _call(results: Sequence[str], function: str, arguments: Sequence[str]) -> st
     return f"{', '.join(results)} = {call}" if results else call
 
 
-def _computation(plan: KernelPlan, graph: Graph, name: str, comment: str, roles: Sequence[Role], results: Sequence[Role]) -> list[str]:
+def computation(plan: KernelPlan, graph: Graph, name: str, comment: str, roles: Sequence[Role], results: Sequence[Role]) -> list[str]:
     """Return a function of one step: operands `roles`, in the form in which they lie in memory, to the outputs `results`."""
     fast = smooth(graph) if name == "vjp" else ()
     names = _numbers(plan, graph)
@@ -206,7 +206,7 @@ def _forward(plan: KernelPlan) -> list[str]:
     outputs = {a.role: a.role.to(Kind.STATE) if a.role.kind is Kind.STATES else a.role for a in plan.writes if a.kind == "sequence"}
     operands = list(plan.step.inputs)
     results = of_kind(plan.step.outputs, Kind.OUTPUT)
-    lines = _computation(plan, plan.step, "step", f"One step of {core}.", operands, results + states)
+    lines = computation(plan, plan.step, "step", f"One step of {core}.", operands, results + states)
 
     at = [f"{r}_at" for r in f.written]
     body = ["for j in tl.static_range(L):"]
@@ -253,9 +253,9 @@ def _backward(plan: KernelPlan) -> list[str]:
     states = of_kind([a.role for a in plan.reads if a.kind == "row"], Kind.STATE)
     lines: list[str] = []
     if states:
-        lines += _computation(plan, ahead, "advance", f"The states of {core} one step on.", list(ahead.inputs), states)
+        lines += computation(plan, ahead, "advance", f"The states of {core} one step on.", list(ahead.inputs), states)
     comment = f"One step back: the vector-Jacobian product of {core}."
-    lines += _computation(plan, vjp, "vjp", comment, list(vjp.inputs), list(vjp.outputs))
+    lines += computation(plan, vjp, "vjp", comment, list(vjp.inputs), list(vjp.outputs))
     loop = _BackwardLoop(plan, f, states)
     lines += loop.functions()
 

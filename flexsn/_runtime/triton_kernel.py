@@ -8,6 +8,7 @@ run on CPU tensors, slowly: for tests.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -19,7 +20,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -60,6 +61,14 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
 
 
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """While inside, this thread alone uses Triton's interpreter, whose warnings, and NumPy's on values that GPUs take silently, are off."""
+    with _interpreter, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 @functools.cache
 def _triton() -> Any:
     try:
@@ -80,7 +89,7 @@ class Kernel:
 
     def __init__(self, plan: KernelPlan, source: str):
         self.plan, self.source, self._numbers = plan, source, values(plan)
-        self.function = _define(source, kernel_name(plan))
+        self.function = define(source, kernel_name(plan))
         self._builds: dict[tuple[Tile, int], Future] = {}
         self._unasked: set[tuple[Tile, int]] = set()  # of these, those for which nobody waits
         self._expected: set[int] = set()  # GPUs for which all classes are built, or will be
@@ -241,8 +250,7 @@ class Kernel:
         addresses([t for t in arrays if t is not None])
         present = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         taken = [t.float() if t.dtype is torch.bfloat16 else t for t in present]  # the interpreter rounds bfloat16 towards zero
-        with _interpreter, warnings.catch_warnings():  # the interpreter's own, and NumPy's on values that GPUs take silently
-            warnings.simplefilter("ignore")
+        with interpreting():
             self.function[(math.ceil(N / block),)](*taken, *dims, *sizes, BLOCK=block, AHEAD=True)
         for given_one, used in list(zip(present, taken, strict=True))[len(self.plan.reads) :]:
             if used is not given_one:
@@ -289,7 +297,7 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _define(source: str, name: str) -> Any:
+def define(source: str, name: str) -> Any:
     """Return the function of generated source; Triton reads the text back through `linecache`."""
     _triton()
     key = hashlib.sha256(source.encode()).hexdigest()[:16]

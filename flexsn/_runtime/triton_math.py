@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = triton.knobs.runtime.interpret
+WITHOUT_BFLOAT16 = tl.constexpr(INTERPRETED)  # whose numpy has none: it multiplies their bits
 
 
 class _ByTorch:
@@ -61,6 +62,88 @@ def read(at, N, mask, count, L: tl.constexpr):
     for j in tl.static_range(L):
         rows = rows + (tl.load(at + j * N, mask=(mask & (j < count)) != 0, other=0),)  # noqa: RUF005  Triton knows no starred tuples
     return rows
+
+
+# --- products of rows with weights ------------------------------------------------------------------------------------------
+@triton.jit
+def parts(x):
+    """Three bfloat16 whose sum is x; a value that is not finite lies in the first."""
+    high = x.to(tl.bfloat16)
+    rest = tl.where(tl.abs(high.to(tl.float32)) < float("inf"), x - high.to(tl.float32), 0.0)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def weights(w, c, H: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr):
+    """Columns c of weights `[H, H]`: three parts of each of the blocks of KB rows, of KP in all."""
+    found = ()
+    for block in tl.static_range(KP // KB):
+        k = block * KB + tl.arange(0, KB)[:, None]
+        found = found + parts(tl.load(w + k * H + c, mask=(k < H) & (c < H), other=0))
+    return found
+
+
+@triton.jit
+def meet(counter, count, PROGRAMS: tl.constexpr):
+    """Wait until all programs that share a counter are here for the time `count`, from 0: what they wrote before is there for all."""
+    tl.debug_barrier()
+    if PROGRAMS > 1:
+        tl.atomic_add(counter, 1, sem="release", scope="gpu")
+        while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < (count + 1) * PROGRAMS:
+            pass
+        tl.debug_barrier()
+
+
+@triton.jit
+def product(  # noqa: PLR0913  Triton has no structures
+    a, held, scratch, counter, count, start, r, c, B, H: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, PROGRAMS: tl.constexpr,
+    PRODUCTS: tl.constexpr, SPIKES: tl.constexpr,
+):  # fmt: skip
+    """`a @ w` for columns c of weights, of which every program has other columns; what they have of `a` goes through `scratch [2, B, H]`:
+    while some read, others write on.
+
+    PRODUCTS: of bfloat16 for one of float32: six, which is its rounding, or three.
+    SPIKES: `a` is 0 or 1, but at the start of a call, which may have any.
+    """
+    rows = scratch + (count % 2) * B * H + r * H
+    tl.store(rows + c, a, mask=(r < B) & (c < H))
+    meet(counter, count, PROGRAMS)
+    found = tl.zeros(a.shape, tl.float32)
+    for block in tl.static_range(KP // KB):
+        k = block * KB + tl.arange(0, KB)[None, :]
+        whole = tl.load(rows + k, mask=(r < B) & (k < H), other=0, cache_modifier=".cg")
+        if SPIKES:
+            if start:
+                found = _dots(whole, held[3 * block], held[3 * block + 1], held[3 * block + 2], found, PRODUCTS)
+            else:
+                high = whole.to(tl.bfloat16)
+                if PRODUCTS == 6:
+                    found = _dot(high, held[3 * block + 2], found)
+                found = _dot(high, held[3 * block + 1], found)
+                found = _dot(high, held[3 * block], found)
+        else:
+            found = _dots(whole, held[3 * block], held[3 * block + 1], held[3 * block + 2], found, PRODUCTS)
+    return found
+
+
+@triton.jit
+def _dots(a, high, middle, low, found, PRODUCTS: tl.constexpr):
+    a_high, a_middle, a_low = parts(a)
+    if PRODUCTS == 6:
+        found = _dot(a_low, high, found)
+        found = _dot(a_middle, middle, found)
+        found = _dot(a_high, low, found)
+    found = _dot(a_middle, high, found)
+    found = _dot(a_high, middle, found)
+    return _dot(a_high, high, found)
+
+
+@triton.jit
+def _dot(a, b, found):
+    if WITHOUT_BFLOAT16:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, found, input_precision="ieee")
 
 
 @triton.jit

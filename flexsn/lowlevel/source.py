@@ -26,7 +26,7 @@ from .._ir.graph import Builder
 from .._ir.lowering import lower
 from .._ir.roles import Kind, Role, roles
 from .._program.static_parts import cut, static_graph
-from .._runtime.triton_kernel import _define
+from .._runtime.triton_kernel import define
 from .._torch.availability import KERNELS, require
 from ..errors import CannotFuseError, UnsupportedOpError
 from .graphs import output_values
@@ -173,7 +173,7 @@ def compile_triton_code_str(source: str, kernel_name: str) -> Any:
         if function is None:
             if not re.search(rf"^def {re.escape(kernel_name)}\(", source, re.MULTILINE):
                 raise ValueError(f"the source defines no function `{kernel_name}`")
-            function = _loaded[key] = _define(complete(source), kernel_name)
+            function = _loaded[key] = define(complete(source), kernel_name)
         return function
 
 

@@ -8,8 +8,7 @@ from torch.nn.functional import layer_norm, linear
 import flexsn
 from flexsn import surrogate
 from flexsn._operator.mixing.cpp_walk import Walk
-from flexsn._operator.mixing.mixing_calls import MixingFunction
-from flexsn._operator.mixing.moves import Run, moves
+from flexsn._operator.mixing.mixing_calls import MixingFunction, Run, moves
 
 pytestmark = on_cpu
 f64 = torch.float64

@@ -12,7 +12,7 @@ from helpers import check_mixing
 from test_cpu_loop import CASES, f64, weights
 
 import flexsn
-from flexsn._operator.mixing import cpu_loop, gpu_loop
+from flexsn._operator.mixing import gpu_loop, walks
 from flexsn.surrogate import atan
 
 H = 5
@@ -43,7 +43,7 @@ def recorded(monkeypatch):
     if torch.get_default_device().type == "cpu":
         monkeypatch.setattr(gpu_loop, "_recorder", lambda device: Again())
         for name in ("forward", "backward"):
-            monkeypatch.setattr(cpu_loop, name, lambda *args, **kwargs: None)
+            monkeypatch.setattr(walks, name, lambda *args, **kwargs: None)
     return found
 
 

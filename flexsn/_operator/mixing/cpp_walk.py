@@ -147,16 +147,11 @@ class Walk:
         """
         if not isinstance(launch, Launch) or not isinstance(launch.kernel, cpp_kernel.Kernel):
             raise CannotWalk("a part of it is no kernel for CPUs")
-        width = call.shapes.step[-1] if call.shapes.step else 0
-        if call.order is not None or not call.returned_whole or call.shapes.step != (*self.lead, width) or not math.prod(call.shapes.step):
-            raise CannotWalk("dims before the last differ, or memory is in another order")
-        laid_out = call.laid_out(operands)
-        params = [] if prologue is None else map(prologue(call.named(laid_out)).__getitem__, launch.params)
-        given: Sequence[Tensor | None] = [*laid_out, *[None] * (len(launch.roles) - len(laid_out)), *params]
-        given, dims = launch.with_indexed(given) if launch.params else (given, list(launch.dims))
+        static, dims = static_operands(self.lead, call, launch, prologue, operands)
+        width = call.shapes.step[-1]
         if any(count > 1 and width % (inner * count) for inner, count in zip(dims[::2], dims[1::2], strict=True)):
             raise CannotWalk("a param differs from sequence to sequence")
-        plan, static = launch.kernel.plan, dict(zip((*launch.roles, *launch.params), given, strict=False))
+        plan = launch.kernel.plan
         found: list[Array | None] = []
         for a in (*plan.reads, *plan.writes):
             array = (reads if len(found) < len(plan.reads) else writes).get(a.role)
@@ -207,6 +202,20 @@ class Walk:
         packed = struct.pack(f"={len(pointers)}Q", *pointers), struct.pack(f"={len(dims)}q", *dims)
         if loop.run_pointer(packed[0], b"", packed[1], self.T, self.sequences, 0, threads, back):
             raise MemoryError("flexsn: no memory for the scratch rows of a tile")
+
+
+def static_operands(
+    lead: tuple[int, ...], call: Call, launch: Launch, prologue: Any, operands: Sequence[Tensor]
+) -> tuple[dict[Role | None, Tensor | None], Sequence[int]]:  # fmt: skip
+    """Return operands of the kernel of one step by role, params as it takes them; two sizes per param."""
+    step = call.shapes.step
+    if call.order is not None or not call.returned_whole or step[:-1] != lead or not math.prod(step) or len(step) != len(lead) + 1:
+        raise CannotWalk("dims before the last differ, or memory is in another order")
+    laid_out = call.laid_out(operands)
+    params = [] if prologue is None else map(prologue(call.named(laid_out)).__getitem__, launch.params)
+    given: Sequence[Tensor | None] = [*laid_out, *[None] * (len(launch.roles) - len(laid_out)), *params]
+    given, dims = launch.with_indexed(given) if launch.params else (given, list(launch.dims))
+    return dict(zip((*launch.roles, *launch.params), given, strict=False)), dims
 
 
 class Norm(NamedTuple):

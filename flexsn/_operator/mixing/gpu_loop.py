@@ -45,7 +45,7 @@ def forward(loop: Any, *, keeps: bool) -> tuple[Tensors, dict[int, Tensor]] | No
         if loop.device.type == "cuda":
             loop.note("in Python (not in CUDA graphs: a call waits for the GPU, or a graph of yours records it)")
         return None
-    loop.note("in CUDA graphs")
+    loop.note(loop.noted.replace("in Python", "in CUDA graphs"))
     found, carried = played
     return found, {k: carried["state", k] for k in loop.start}
 
@@ -139,13 +139,14 @@ class Recorder:
 
     def record(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors] | None:
         """Return what plays what a function does, and its results, which that writes; None if it cannot be recorded."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             with _one_at_a_time(), torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
                 results = run()
         except RuntimeError as error:
             if "captur" not in str(error):
                 raise
+            torch.cuda.set_stream(stream)  # a recording that fails leaves its own
             self.refused = True  # a function of PyTorch waits for what the GPU computes, say
             return None
         return graph.replay, results

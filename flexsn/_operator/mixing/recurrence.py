@@ -20,7 +20,7 @@ from ..._captured.captured_values import CapturedValues
 from ..._torch.tensors import has_storage
 from ..call import Backward, Call
 from ..prepare import prepare
-from . import cpu_loop, gpu_loop
+from . import gpu_loop, walks
 from .cut import Cut, Recurrence
 from .mixing_calls import MixingFunction, Place, Segment
 
@@ -175,8 +175,17 @@ class Loop:
 
     def note(self, how: str) -> None:
         """Note how the loop over time ran, for `explain`."""
+        self.given.look.over_parts[self._ran] = how
+
+    @property
+    def noted(self) -> str:
+        """What was noted last."""
+        return self.given.look.over_parts.get(self._ran, "in Python")
+
+    @property
+    def _ran(self) -> tuple[str, int]:
         cut: Cut = self.given.look.wrap
-        self.given.look.over_parts["ran", cut.pieces.index(self.piece)] = how
+        return "ran", cut.pieces.index(self.piece)
 
     @property
     def outer(self) -> list[Place]:
@@ -226,7 +235,7 @@ class Loop:
             keeps: whether it also returns what its segments then take: the results of its mixing calls but for those that are views, and
                 states before every step.
         """
-        return cpu_loop.forward(self, keeps=keeps) or gpu_loop.forward(self, keeps=keeps) or self.walk(keeps=keeps)
+        return walks.forward(self, keeps=keeps) or gpu_loop.forward(self, keeps=keeps) or self.walk(keeps=keeps)
 
     def walk(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
         """Walk over time in Python, as `forward` does."""
@@ -269,7 +278,7 @@ class Loop:
             Cotangents of operands that are computed, of those of other pieces, and of results of products; and what flows to states at the
             start of a step by way of mixing calls, and of segments that take them, `[T + 1, ...]`: at the last one, nothing.
         """
-        for loop in (cpu_loop, gpu_loop):
+        for loop in (walks, gpu_loop):
             if (back := loop.backward(self, computed, trail, grads, ends, trails)) is not None:
                 return back
         found, fed, _ = self.walk_back(computed, trail, grads, ends, trails)

@@ -1,12 +1,13 @@
-"""The walks over time on a CPU, in C++: what a recurrence does in one step is written down as a list of ops (`cpp_walk.py`).
+"""The walks over time in one call: what a recurrence does in one step is written down as a list of ops, for C++ or for Triton.
 
 The ops are the kernels of the segments, products (`s @ w`, `linear(h)`), `layer_norm` over the last dim, and what picks or joins values
-along it (`cat`, `chunk`, indexing). A recurrence that does anything else, or has values whose leading dims differ, walks in Python.
+along it (`cat`, `chunk`, indexing). A recurrence that does anything else, or has values whose leading dims differ, walks in Python. On a
+CPU C++ runs the list (`cpp_walk.py`), on a GPU one Triton kernel (`triton_walk.py`), which knows fewer of these ops.
 
-A sequence of the batch is walked by one thread: rows of spikes drive rows of the weights, other rows go through blocked products. Each sum
+On a CPU a sequence of the batch is walked by one thread: rows of spikes drive rows of the weights, other rows go through blocked products. Each sum
 runs in one order, so the bits are the same at any number of threads.
 
-What it gains, on two cores, 100 steps, batch 64, beside a plain loop: recurrent LIF layers of 128 to 512 neurons run 5.9 to 10.1 times as
+What that gains, on two cores, 100 steps, batch 64, beside a plain loop: recurrent LIF layers of 128 to 512 neurons run 5.9 to 10.1 times as
 fast, and train 3.9 to 6.4 times; a training step of a network as for SHD is 2.4 times as fast (`python benchmarks/recurrent.py`,
 2026-11-27). An LSTM of 256 runs 1.9 times as fast and trains 1.8 times, a norm inside the recurrence 7.9 and 4.5 times
 (`python benchmarks/steps.py`, 2026-11-27).
@@ -14,7 +15,9 @@ fast, and train 3.9 to 6.4 times; a training step of a network as for SHD is 2.4
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,23 +25,24 @@ from torch import Tensor
 
 from ..._ir.roles import Kind, Role
 from ..call import Call
-from . import cpp_products
+from . import cpp_products, triton_walk
 from .cpp_walk import BEFORE, OTHER_SLOT, Array, CannotWalk, Norm, Walk
-from .mixing_calls import Place
-from .moves import Run, moves
+from .mixing_calls import Place, Run, moves
 
 Sequences = dict[Place, Tensor]
 
 
 def forward(loop: Any, *, keeps: bool) -> tuple[Sequences, dict[int, Tensor]] | None:
     """Walk over time as `Loop.forward` does; None if that cannot be."""
-    try:
-        found = _Forward(loop, keeps).run()
-    except CannotWalk as error:
-        loop.note(f"in Python (not in C++: {error})")
-        return None
-    loop.note("in C++")
-    return found
+    for language, make in _walks(loop):
+        try:
+            found = _Forward(loop, make, keeps).run()
+        except CannotWalk as error:
+            loop.note(f"in Python (not in {language}: {error})")
+        else:
+            loop.note(f"in {language}")
+            return found
+    return None
 
 
 def backward(
@@ -46,10 +50,18 @@ def backward(
     ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None],
 ) -> tuple[Sequences, dict[int, Tensor]] | None:  # fmt: skip
     """Walk back over time as `Loop.backward` does; None if that cannot be."""
-    try:
-        return _Backward(loop, computed, trail, grads).run(ends, trails)
-    except CannotWalk:
-        return None
+    for _, make in _walks(loop):
+        with contextlib.suppress(CannotWalk):
+            return _Backward(loop, make, computed, trail, grads).run(ends, trails)
+    return None
+
+
+def _walks(loop: Any) -> list[tuple[str, Callable[..., Any]]]:
+    """Return in which languages walks on a device can be, and what makes one for a number of steps, dims before the last, and a dtype."""
+    found: list[tuple[str, Callable[..., Any]]] = [("C++", Walk)] if loop.device.type == "cpu" else []
+    if triton_walk.takes(loop.device):
+        found.append(("one Triton kernel", functools.partial(triton_walk.TritonWalk, loop.device)))
+    return found
 
 
 class _Steps:
@@ -61,15 +73,13 @@ class _Steps:
         values: where those lie that the loop computes.
     """
 
-    def __init__(self, loop: Any):
+    def __init__(self, loop: Any, make: Callable[..., Any]):
         start, metas = next(iter(loop.start.values())), [meta for j in loop.piece.calls for meta in loop.mixing[j].results]
         dtype, lead = metas[0].dtype, start.shape[:-1]
-        if start.device.type != "cpu":
-            raise CannotWalk("it runs on a GPU")
         metas += loop.start.values()
         if dtype not in cpp_products.DTYPES or not start.dim() or any(m.dtype is not dtype or m.shape[:-1] != lead for m in metas):
             raise CannotWalk("values differ in dtype or in dims before the last, or are neither float32 nor float64")
-        self.loop, self.walk, self.rows = loop, Walk(loop.T, lead, dtype), loop.first_rows()
+        self.loop, self.walk, self.rows = loop, make(loop.T, lead, dtype), loop.first_rows()
         self.values: dict[Place, Array] = {}
 
     def reads(self, step: Any, call: Call) -> tuple[dict[Role, Array], int]:
@@ -105,8 +115,8 @@ class _Steps:
 class _Forward(_Steps):
     """A walk; `keeps` as `Loop.forward` has it."""
 
-    def __init__(self, loop: Any, keeps: bool):
-        super().__init__(loop)
+    def __init__(self, loop: Any, make: Callable[..., Any], keeps: bool):
+        super().__init__(loop, make)
         self.keeps, self.after, self.ends = keeps, dict[int, Array](), dict[int, Tensor]()
         self.befores = loop.befores if keeps else []
         for k, start in loop.start.items():
@@ -170,9 +180,10 @@ class _Backward(_Steps):
     """
 
     def __init__(
-        self, loop: Any, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], grads: Mapping[Place, Tensor | None]
+        self, loop: Any, make: Callable[..., Any], computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor],
+        grads: Mapping[Place, Tensor | None],
     ):  # fmt: skip
-        super().__init__(loop)
+        super().__init__(loop, make)
         self.computed, self.trail, self.grads = computed, trail, grads
         self.rows |= {p: t[:1] for p, t in computed.items()}
         self.values = {p: self.walk.rows_of(t, t.shape[-1]) for p, t in computed.items()}

@@ -1,0 +1,148 @@
+"""Recurrences that walk over time in one Triton kernel: against the eager loop, and that they did walk there."""
+
+import pytest
+import torch
+from helpers import on_cpu
+from torch import nn
+from torch.nn.functional import linear
+
+import flexsn
+from flexsn import surrogate
+from flexsn._operator.mixing.cpp_walk import CannotWalk
+from flexsn._operator.mixing.triton_walk import Cut, TritonWalk, cut_for
+
+T = 6
+
+
+@pytest.fixture
+def walked(monkeypatch):
+    """The texts of the kernels that walked."""
+    found, run = [], TritonWalk.run
+
+    def noted(self, *, back):
+        run(self, back=back)
+        found.append(self.program.source("recurrence", back=back))
+
+    monkeypatch.setattr(TritonWalk, "run", noted)
+    return found
+
+
+def check(core, x, states, params, *, tol=1e-4):
+    """Compare outputs, final states and all gradients with the eager loop."""
+    runs = []
+    for backend in ("triton", "torch"):
+        leaves = [t.clone().requires_grad_() for t in (x, *states, *params)]
+        n = 1 + len(states)
+        found = flexsn.scan(core, leaves[:1], leaves[1:n], leaves[n:], backend=backend)
+        results = [*found.outputs, *found.states]
+        torch.manual_seed(0)
+        cotangents = [torch.randn(y.shape, device=y.device) for y in results]
+        pairs = [(y, g) for y, g in zip(results, cotangents, strict=True) if y.requires_grad]
+        grads = torch.autograd.grad([y for y, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
+        runs.append([*results, *grads])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+def lif(x, v, s, w):
+    h = v + (x + s @ w - v) / 2.0
+    s = surrogate.atan(h - 0.3)
+    return s, h * (1.0 - s), s
+
+
+def rnn(x, h, w, b):
+    h = torch.tanh(x + linear(h, w, b))
+    return h, h
+
+
+def two_products(x, v, s, w):
+    """Of a state that is 0 or 1, and of one that has any value."""
+    h = v + (x + s @ w + linear(v, w) * 0.1 - v) / 2.0
+    s = surrogate.atan(h - 0.3)
+    return s + v, h * (1.0 - s), s
+
+
+def in_a_row(x, v, w):
+    """What a product gives goes into the next one."""
+    v = torch.tanh(x + torch.tanh(v @ w) @ w)
+    return v, v
+
+
+def mixed_as_it_is(x, v, w):
+    """What a product gives is an output, too."""
+    m = v @ w
+    v = torch.tanh(x + m)
+    return m, v
+
+
+CORES = {f.__name__: f for f in (lif, two_products, in_a_row, mixed_as_it_is)}
+
+
+@pytest.mark.parametrize("width, batch", [(5, 3), (33, 17), (16, 1)])
+@pytest.mark.parametrize("name", CORES)
+def test_as_the_eager_loop(name, width, batch, walked):
+    torch.manual_seed(1)
+    states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products") else 1)]
+    check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
+    assert ["walk back" in text for text in walked] == [False, True]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_numbers_of_steps(steps, walked):
+    check(lif, torch.randn(steps, 3, 5) + 0.5, [torch.rand(3, 5), torch.rand(3, 5)], [torch.randn(5, 5) * 0.3])
+    assert len(walked) == 2
+
+
+def test_biases_and_products_of_any_values(walked):
+    check(rnn, torch.randn(T, 3, 5), [torch.randn(3, 5)], [torch.randn(5, 5) * 0.3, torch.randn(5)])
+    assert "SPIKES=False" in walked[0]
+
+
+def test_spikes_are_known_to_be_zero_or_one(walked):
+    """But not where a call starts: a state may have any value there."""
+    check(lif, torch.randn(T, 3, 5) + 0.5, [torch.rand(3, 5), 3 * torch.randn(3, 5)], [torch.randn(5, 5) * 0.3])
+    assert "SPIKES=True" in walked[0] and "SPIKES=False" in walked[1]
+
+
+@pytest.mark.parametrize("neuron", [flexsn.LIF(), flexsn.LIF(learn_tau=True), flexsn.ALIF(tau=5.0, r=5.0)], ids=["lif", "learned", "alif"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_recurrent_layers(neuron, bias, walked):
+    torch.manual_seed(1)
+    mixing, x, found = nn.Linear(20, 20, bias=bias), (torch.randn(T, 3, 20) + 1.0).requires_grad_(), []
+    for backend in ("triton", "torch"):
+        layer = flexsn.Recurrent(neuron, mixing, stateful=False, backend=backend)
+        y = layer(x)
+        found.append([y, *torch.autograd.grad(y.sum(), [x, *layer.parameters()])])
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), y)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(walked) == 3 and found[0][0].any()
+
+
+def test_values_that_are_no_numbers_stay(walked):
+    """Infinite and NaN weights, and inputs, reach what they reach in PyTorch."""
+    w = torch.eye(5)
+    w[0, 1], w[2, 3] = float("inf"), float("nan")
+    x, start = torch.randn(T, 3, 5), torch.zeros(3, 5)
+    x[1, 0, 4] = float("inf")
+    runs = [flexsn.scan(lambda x, v, w: (v @ w, x + 0.1 * v), [x], [start], [w], backend=b).outputs[0] for b in ("triton", "torch")]
+    torch.testing.assert_close(*runs, equal_nan=True)
+
+
+@on_cpu
+def test_what_does_not_fit_is_said():
+    assert cut_for(64, 256, 132) == Cut(16, 32, 4, 8) and cut_for(64, 512, 132) == Cut(16, 16, 4, 32)
+    for sequences, width in ((64, 513), (1024, 256)):
+        with pytest.raises(CannotWalk, match="more than this GPU runs at once"):
+            cut_for(sequences, width, 132)
+
+
+@pytest.mark.parametrize("change", [lambda w: w[:, :4] @ w[:4], lambda w: w.double()], ids=["product", "double"])
+def test_others_walk_as_before(change, walked):
+    """Weights that are computed are weights; values in float64 have no walk there."""
+    w = change(torch.randn(5, 5) * 0.3)
+    x, start = torch.randn(T, 3, 5, dtype=w.dtype), torch.zeros(3, 5, dtype=w.dtype)
+    runs = [flexsn.scan(rnn, [x], [start], [w, w[0]], backend=b).outputs[0] for b in ("triton", "torch")]
+    torch.testing.assert_close(*runs, rtol=1e-4, atol=1e-4)
+    assert bool(walked) == (w.dtype is torch.float32)
