@@ -49,13 +49,13 @@ class Recurrent(FlexSN):
     output. Carried `states` are the neuron's, then `y`. The neuron is not called: of it the layer takes the core with its arguments,
     where its states start, and how many there are.
 
-    On a CPU a C++ loop runs layers whose mixing is made of products with weights (`nn.Linear`, `lambda y: y @ w`), norms over the last dim
-    and elementwise ops, in float32 or float64; spikes that are mostly zero drive rows of the weights. Any other mixing, and any under
-    autocast, takes turns with the neuron's kernel. On a GPU one Triton kernel runs layers of up to 512 neurons whose mixing is products with
-    weights, and any other loop is recorded in CUDA graphs. Weights of a function given as
-    mixing are not registered: give a module. Under `torch.compile` such a layer is one node of the graph; under export and `torch.func` it
-    runs as any core that mixes neurons. Under autocast, and with weights of 16 bits, products run in 16 bits, and what they give, spikes
-    and states are computed in float32.
+    On a CPU a C++ loop runs layers whose mixing is made of products with weights (`nn.Linear`, `lambda y: y @ w`), norms over the last
+    dim and elementwise ops, in float32 or float64; spikes that are mostly zero drive rows of the weights. Any other mixing, and any
+    under autocast, takes turns with the neuron's kernel. On a GPU one Triton kernel runs layers of up to 512 neurons whose mixing is
+    products with weights, and any other loop is recorded in CUDA graphs. Weights of a function given as mixing are not registered: give
+    a module. Under `torch.compile` such a layer is one node of the graph; under export and `torch.func` it runs as any core that mixes
+    neurons. Under autocast, and with weights of 16 bits, products run in 16 bits, and what they give, spikes and states are computed in
+    float32.
 
     Args:
         neuron: any neuron of flexsn, or a core, with `num_states`.

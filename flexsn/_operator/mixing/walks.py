@@ -4,8 +4,8 @@ The ops are the kernels of the segments, products (`s @ w`, `linear(h)`), `layer
 along it (`cat`, `chunk`, indexing). A recurrence that does anything else, or has values whose leading dims differ, walks in Python. On a
 CPU C++ runs the list (`cpp_walk.py`), on a GPU one Triton kernel (`triton_walk.py`), which knows fewer of these ops.
 
-On a CPU a sequence of the batch is walked by one thread: rows of spikes drive rows of the weights, other rows go through blocked products. Each sum
-runs in one order, so the bits are the same at any number of threads.
+On a CPU a sequence of the batch is walked by one thread: rows of spikes drive rows of the weights, other rows go through blocked
+products. Each sum runs in one order, so the bits are the same at any number of threads.
 
 What that gains, on two cores, 100 steps, batch 64, beside a plain loop: recurrent LIF layers of 128 to 512 neurons run 5.9 to 10.1 times as
 fast, and train 3.9 to 6.4 times; a training step of a network as for SHD is 2.4 times as fast (`python benchmarks/recurrent.py`,
