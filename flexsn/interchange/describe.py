@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from .. import neurons
 from ..errors import InterchangeError
 from ..module import FlexSN
-from ..neurons.recurrent import Recurrent
+from ..neurons.recurrent import MixingModule, Recurrent
 
 Described = tuple[str, dict[str, Any]]  # NIR's name, and the arguments of flexsn's neuron
 
@@ -71,7 +71,8 @@ def described(neuron: FlexSN) -> Described:
 
 def mixing_of(neuron: FlexSN) -> Any:
     """What brings its output of the step before back to it, or None."""
-    return neuron.mixing if isinstance(neuron, Recurrent) else getattr(neuron.core, "recurrent", None)
+    mixing = neuron.mixing if isinstance(neuron, Recurrent) else getattr(neuron.core, "recurrent", None)
+    return mixing.core if isinstance(mixing, MixingModule) else mixing
 
 
 def _called(neuron: FlexSN) -> str:

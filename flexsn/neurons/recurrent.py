@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._capture.arguments import Stateful
 from .._capture.signature import core_name, positional_names
+from .._captured.core_owner import CoreOwner
 from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN
 
@@ -42,6 +43,16 @@ class _Step:
         return *values, values[0]
 
 
+class MixingModule(CoreOwner):
+    """A function as mixing: tensors in its cells, defaults and partial arguments are this module's own, under their names."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.captured_values().runnable(self.core)(y)
+
+    def extra_repr(self) -> str:
+        return core_name(self.core)
+
+
 class Recurrent(FlexSN):
     """A recurrent layer, `y[t] = neuron(x[t] + mixing(y[t - 1]))`, where `y` is the neuron's first output, and zero before the first step.
 
@@ -52,10 +63,9 @@ class Recurrent(FlexSN):
     On a CPU a C++ loop runs layers whose mixing is made of products with weights (`nn.Linear`, `lambda y: y @ w`), norms over the last
     dim and elementwise ops, in float32 or float64; spikes that are mostly zero drive rows of the weights. Any other mixing, and any
     under autocast, takes turns with the neuron's kernel. On a GPU one Triton kernel runs layers of up to 512 neurons whose mixing is
-    products with weights, and any other loop is recorded in CUDA graphs. Weights of a function given as mixing are not registered: give
-    a module. Under `torch.compile` such a layer is one node of the graph; under export and `torch.func` it runs as any core that mixes
-    neurons. Under autocast, and with weights of 16 bits, products run in 16 bits, and what they give, spikes and states are computed in
-    float32.
+    products with weights, and any other loop is recorded in CUDA graphs. Under `torch.compile` such a layer is one node of the graph;
+    under export and `torch.func` it runs as any core that mixes neurons. Under autocast, and with weights of 16 bits, products run in
+    16 bits, and what they give, spikes and states are computed in float32.
 
     Args:
         neuron: any neuron of flexsn, or a core, with `num_states`.
@@ -64,7 +74,8 @@ class Recurrent(FlexSN):
         step_mode, backend, store_state_seqs, strict, stateful: as of `FlexSN`; by default those of the neuron.
 
     Attributes:
-        neuron, mixing: as given. Their parameters are this layer's: `neuron.tau`, `mixing.weight`.
+        neuron, mixing: as given; a function as a module that calls it, whose own are the tensors in its cells, defaults and partial
+            arguments, as those of a core are a `FlexSN`'s. Their parameters are this layer's: `neuron.tau`, `mixing.weight`, `mixing.w`.
 
     Raises:
         ArgumentError: the mixing is not callable, or returns no tensor; the neuron has `params`, or bounds, parametrized or pruned
@@ -89,24 +100,42 @@ class Recurrent(FlexSN):
             step_mode=step_mode or neuron.step_mode, backend=backend or neuron.backend, store_state_seqs=store_state_seqs,
             strict=neuron.strict if strict is None else strict, stateful=neuron.stateful if stateful is None else stateful,
         )  # fmt: skip
-        self.neuron, self.mixing = neuron, mixing
-        self._followed: list[Any] = []
+        self.neuron, self.mixing = neuron, mixing if isinstance(mixing, nn.Module) else MixingModule(mixing)
+        self._followed = dict[tuple[str, ...], Any]()  # what the step is made of, by the attributes that lead to it
         self._follow()
 
     def _follow(self) -> None:
-        """Take the neuron's core anew, if its arguments are others now."""
-        neuron = self.neuron
+        """Take the neuron's core and the mixing anew, if their tensors or the neuron's arguments are others now."""
+        neuron, mixing = self.neuron, self.mixing
         if "parametrizations" in neuron._modules or neuron._forward_pre_hooks:
             raise ArgumentError(
                 "a recurrent layer takes no neuron with bounds, parametrized or pruned arguments", core=core_name(neuron.core),
                 hint="Learn the argument as it is.",
             )  # fmt: skip
-        seen = neuron.captured_values()
-        found = [neuron.core, self.mixing, *[read() for read in seen.own.values()]]
-        if len(found) == len(self._followed) and all(a is b for a, b in zip(found, self._followed, strict=True)):
+        if isinstance(neuron, Recurrent):
+            neuron._follow()
+        owners: dict[str, CoreOwner] = {"neuron": neuron} | ({"mixing": mixing} if isinstance(mixing, MixingModule) else {})
+        found: dict[tuple[str, ...], Any] = {("mixing",): mixing}
+        for name, owner in owners.items():
+            found[name, "core"] = owner.core
+            found |= {(name, owner._own[path]): read() for path, read in owner.captured_values().own.items()}
+        if found.keys() == self._followed.keys() and all(value is self._followed[place] for place, value in found.items()):
             return
         self._followed = found
-        self.core = _Step(seen.runnable(neuron.core), self.mixing, neuron.num_inputs, neuron.num_states)
+        advance, *function = [owner.captured_values().runnable(owner.core) for owner in owners.values()]
+        self.core = _Step(advance, function[0] if function else mixing, neuron.num_inputs, neuron.num_states)
+
+    def captured_places(self) -> dict[int, tuple[str, ...]]:
+        """Return, of every tensor in the cells of the step, by its `id`, the attributes that lead to what holds it now."""
+        neuron: nn.Module = self.neuron
+        inner = neuron.captured_places() if isinstance(neuron, Recurrent) else {}
+        own = {id(value): place for place, value in self._followed.items() if isinstance(value, Tensor)}
+        return own | {key: ("neuron", *place) for key, place in inner.items()}
+
+    def __deepcopy__(self, memo: dict) -> FlexSN:
+        made: Any = super().__deepcopy__(memo)
+        made._follow()
+        return made
 
     def start_states(self, *inputs: Tensor) -> list[Tensor | None]:
         if self.step_mode != self.neuron.step_mode:

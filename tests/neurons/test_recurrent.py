@@ -1,6 +1,7 @@
 """`flexsn.Recurrent`: a neuron that also takes what it gave at the step before."""
 
 import copy
+import functools
 import pickle
 import warnings
 
@@ -82,6 +83,63 @@ def test_names_of_parameters():
     layer = layer_of()
     assert list(layer.state_dict()) == ["neuron.tau", "mixing.weight", "mixing.bias"]
     assert [name for name, _ in layer.named_parameters()] == ["neuron.tau", "mixing.weight", "mixing.bias"]
+
+
+def with_function():
+    w, b = nn.Parameter(torch.randn(6, 6)), torch.randn(6)
+    return flexsn.Recurrent(flexsn.LIF(learn_tau=True, stateful=False), lambda y: y @ w + b), w
+
+
+def test_tensors_of_a_function_are_the_layers_own():
+    """As those of a core are a neuron's: in its cells, defaults and partial arguments."""
+    (layer, w), x = with_function(), sequence()
+    assert list(layer.state_dict()) == ["neuron.tau", "mixing.w", "mixing.b"]
+    assert [*layer.parameters()] == [layer.neuron.tau, w]
+    optimizer, before = torch.optim.SGD(layer.parameters(), lr=0.1), layer(x)
+    grads = torch.autograd.grad(by_hand(layer, x).square().sum(), [*layer.parameters()])
+    before.square().sum().backward()
+    torch.testing.assert_close([p.grad for p in layer.parameters()], list(grads))
+    optimizer.step()
+    assert not torch.equal(layer(x), before)
+    torch.testing.assert_close(layer(x), by_hand(layer, x))
+    layer.double()
+    torch.testing.assert_close(layer(x.double()), by_hand(layer, x.double()))
+    assert layer(x.double()).dtype is f64
+
+    partial = flexsn.Recurrent(flexsn.LIF(), functools.partial(nn.functional.linear, weight=nn.Parameter(torch.randn(6, 6))))
+    default = flexsn.Recurrent(flexsn.LIF(), lambda y, w=w: y @ w)
+    assert list(partial.state_dict()) == ["mixing.weight"] and list(default.state_dict()) == ["mixing.w"]
+
+
+def test_what_takes_the_place_of_a_functions_tensors():
+    """A copy, a loaded state, other dtypes and `functional_call`; also where the layer is the neuron of another."""
+    (layer, _), x = with_function(), sequence()
+    new = {name: 1.5 * t for name, t in layer.state_dict().items()}
+    want = torch.func.functional_call(layer, new, (x,))
+    made = copy.deepcopy(layer)
+    made.load_state_dict(new, assign=True)
+    with torch.no_grad():
+        torch.testing.assert_close(made(x), want)
+        assert not torch.equal(layer(x), want)
+        outer = flexsn.Recurrent(layer, nn.Linear(6, 6), strict=False).double()
+        assert outer(x.double()).dtype is f64
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_what_takes_their_place_in_compiled_code(fullgraph):
+    (layer, _), x = with_function(), sequence()
+    copied, torch_compile = copy.deepcopy(layer), functools.partial(torch.compile, backend="aot_eager", fullgraph=fullgraph)
+    compiled = torch_compile(layer)
+    with torch.no_grad():
+        compiled(x)
+        for t in copied.state_dict().values():
+            t.mul_(1.5)
+        torch.testing.assert_close(torch_compile(copied)(x), copied(x))
+        for change in (lambda: layer.load_state_dict(copied.state_dict(), assign=True), layer.double):
+            change()
+            x = x.to(layer.mixing.w.dtype)
+            y = compiled(x)
+            torch.testing.assert_close(y, layer(x))
 
 
 def test_copies_are_their_own():
