@@ -55,6 +55,27 @@ def test_kind_of_operands(backend):
     fails(errors.UnsupportedDtypeError, leaky, "input `x`", "complex32", inputs=[X.to(torch.complex32)], params=decay, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["cpp", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_products_of_two_dtypes(backend, dtype):
+    """PyTorch's own error names no core, and comes after a warning that speaks of something else."""
+    w, linear, x = torch.rand(3, 3), torch.nn.Linear(3, 3), (X * 3).to(dtype)
+
+    def of_input(x, v):
+        v = torch.tanh(v + linear(x))
+        return v, v
+
+    def of_state(x, v):
+        v = torch.tanh(x + v @ w)
+        return v, v
+
+    name = str(dtype)[6:]
+    fails(errors.CoreError, of_input, "`addmm`", f"float32 and {name}", "x.to(weight.dtype)", inputs=[x], line="linear(x)", backend=backend)
+    fails(errors.CoreError, of_state, "`mm`", f"{name} and float32", inputs=[x], line="v @ w", backend=backend)
+    with pytest.raises(errors.CoreError, match="core `recurrent_lif`: `addmm` is given float32 and float64"):
+        flexsn.Recurrent(flexsn.LIF(), linear)(X.double())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lengths_of_sequences(backend):
     def add(x, y):

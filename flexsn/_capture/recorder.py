@@ -162,6 +162,7 @@ class Recorder(Refusing, TorchDispatchMode):
             return self.add(func, args, kwargs, "step", nodes)
         if self.in_backward and name in LINEAR:
             return self.reduced(func, args, kwargs, nodes)
+        self.refuse_mixed_dtypes(self.user_op or func, nodes)
         decomposed = NotImplemented if name in LINEAR else self.decompose(func, args, kwargs)  # those mix, however they are written
         if decomposed is not NotImplemented:
             return decomposed

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from .._ir.graph import HALF
 from ..errors import (
     CapturedMutationError,
     ControlFlowError,
@@ -45,6 +46,7 @@ _LOOKERS = tuple(os.path.join(os.path.dirname(torch.__file__), *path) for path i
 _AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _OF_GRADIENTS = (Tensor.register_hook, Tensor.retain_grad)
 _CONTROL_FLOW = {"__bool__", "aten::is_nonzero"}
+_OF_ONE_DTYPE = ("mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm")
 _NEW_STATE = "What changes from step to step is a state: take it as an argument and return its new value."
 _NORM = "A batch norm in training updates its statistics: apply it to the whole sequence, in front of the neuron."
 _STATISTICS = ("num_batches_tracked", "running_mean", "running_var")
@@ -164,6 +166,17 @@ class Refusing(Tape):
             if not isinstance(error, CoreError) and self.user_op is None:
                 self.refused = self.refused or error
             raise
+
+    def refuse_mixed_dtypes(self, func: Any, nodes: list[fx.Node]) -> None:
+        """Refuse a product of two dtypes, as PyTorch does, but for fake tensors. Those of 16 bits are cast where the call runs."""
+        dtypes = list(dict.fromkeys([n.meta["val"].dtype for n in nodes]))
+        if op_name(func) in _OF_ONE_DTYPE and len(dtypes) > 1 and not {*HALF} & {*dtypes}:
+            raise CoreError(
+                f"`{op_name(func)}` is given {' and '.join([str(dtype)[6:] for dtype in dtypes])}, and multiplies values of one dtype",
+                core=self.sig.core, line=self.line(),
+                hint="Cast the sequence (`x.to(weight.dtype)`) or the weights (`module.to(x.dtype)`). States that are not given have the "
+                "dtype of the first input.",
+            )  # fmt: skip
 
     def untraceable(self, func: Any) -> FlexSNError:
         return UnsupportedOpError(
