@@ -41,7 +41,7 @@ from ..errors import (
     ShapeMismatchError,
 )
 from .body import Body, blueprint_of_body, captured_place
-from .mixing import UNKNOWN_STATES, first, graph_core, mixes, mixing_call
+from .mixing import UNKNOWN_STATES, first, mixes, mixing_call
 
 INLINED: dict[str, Callable[..., Any]] = {}  # by the name of a higher-order operator, a call of it in Python, for Dynamo to trace
 
@@ -158,12 +158,13 @@ def _core_scan_variable(dynamo: Any) -> type:
                 choose_backend(backend, fakes[0].device, sig.core, traced=True)
                 blueprint = blueprint_of_body(bodies, sig, fakes, values, num_outputs, grad)
             except FlexSNError as error:
-                parts = bodies, sig, fakes, values, num_outputs
-                if backend == "auto" and mixes(error) and (node := _mixed(dynamo, tx, parts, [*proxies, *lifted], sequences, grad)):
+                falls_back, parts = backend == "auto" and not strict, (bodies, sig, fakes, values, num_outputs)
+                on_parts, given = _may_run_on_parts(tx, error, falls_back, sig, fakes), [*proxies, *lifted]
+                if backend == "auto" and mixes(error) and (node := _mixed(dynamo, tx, parts, given, sequences, grad, on_parts)):
                     return node
-                if _may_run_on_parts(tx, error, backend == "auto" and not strict, sig, fakes):
+                if on_parts:
                     return dynamo.VariableTracker.build(tx, PARTS)
-                if isinstance(error, (CannotFuseError, BackendUnavailableError)) and backend == "auto" and not strict:
+                if isinstance(error, (CannotFuseError, BackendUnavailableError)) and falls_back:
                     warn_once(_without_kernel(tx), error)
                     computed = any(p.node.op != "placeholder" for p in proxies[: counts[0]])
                     if torch.compiler.is_exporting() and torch.is_grad_enabled() and computed:
@@ -201,21 +202,20 @@ def _inner_alone(sig: Signature, fakes: Sequence[Tensor | None]) -> ShapeMismatc
         return None
 
 
-def _mixed(dynamo: Any, tx: Any, parts: tuple[Any, ...], proxies: Sequence[Any], sequences: bool, grad: bool) -> Any:
+def _mixed(dynamo: Any, tx: Any, parts: tuple, proxies: Sequence[Any], sequences: bool, grad: bool, on_parts: bool) -> Any:
     """Return the results of a core that mixes neurons, as one node of the graph; None where there is none, as in exports.
 
     Args:
-        parts: of the core, as `graph_core` takes them.
-        proxies: of operands and what bodies take after them.
+        on_parts: whether the call runs between compiled parts where no node holds it. The other arguments are as of `mixing_call`.
     """
     if torch.compiler.is_exporting():
         return None
-    _, _, fakes, values, _ = parts
-    core, there = graph_core(*parts), [v is None or isinstance(v, Tensor) for v in (*fakes, *values)]
-    operands = [p for p, flag in zip(proxies, there, strict=True) if flag]
-    call = mixing_call(core, operands, [*fakes, *values], sequences, grad)
-    if call is None:
+    made = mixing_call(parts, proxies, sequences, grad)
+    if isinstance(made, Exception):
+        if on_parts:
+            raise dynamo.Unsupported(f"a core that mixes neurons, and that no graph holds, runs uncompiled: {made}") from made
         return None
+    core, call = made
     tx.output.install_global_by_id("__flexsn_core", core)  # it lives as long as the code
     results = dynamo.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.ops.flexsn.mixing.default, call, {}))
     return dynamo.inlined(tx, first)(results, dynamo.VariableTracker.build(tx, core.num_results[sequences]))

@@ -202,21 +202,23 @@ def _value_of(value: Any, sources: dict[str, tuple[int, int]]) -> float | tuple[
     return float(value) if isinstance(value, (float, torch.SymFloat)) else int(value)
 
 
-def mixing_call(core: GraphCore, operands: Sequence[Any], fakes: Sequence[Any], sequences: bool, trains: bool) -> tuple | None:
-    """Return the arguments of a node of `flexsn::mixing`; None of a core that runs in no pieces.
+def mixing_call(parts: tuple[Any, ...], proxies: Sequence[Any], sequences: bool, trains: bool) -> tuple[GraphCore, tuple] | Exception:
+    """Return a core, and the arguments of a node of `flexsn::mixing`; of a core that runs in no pieces, why.
 
     Args:
-        operands: proxies of inputs, states (None: a default state), params and captured tensors.
-        fakes: fake tensors in their place, and sizes, which the core knows.
+        parts: of the core, as `graph_core` takes them.
+        proxies: of operands and what bodies take after them.
     """
-    n = core.sig.num_inputs
-    given = [t is not None for t in fakes[n : n + core.sig.num_states]]
+    _, sig, fakes, values, _ = parts
+    core, there = graph_core(*parts), [v is None or isinstance(v, Tensor) for v in (*fakes, *values)]
+    operands = [p for p, flag in zip(proxies, there, strict=True) if flag and p is not None]
+    given = [t is not None for t in fakes[sig.num_inputs : sig.num_inputs + sig.num_states]]
     options = Options(given, autocast_dtype(fakes[0].device.type), sequences, trains)
     try:
-        core.metas([t for t in fakes if isinstance(t, Tensor)], options)
-    except (FlexSNError, RuntimeError):  # what else runs it raises it again, or says why
-        return None
-    return core.key, [p for p in operands if p is not None], *options
+        core.metas([t for t in (*fakes, *values) if isinstance(t, Tensor)], options)
+    except (FlexSNError, RuntimeError) as error:  # what else runs it raises it again, or says why
+        return error
+    return core, (core.key, operands, *options)
 
 
 # --- the operators ------------------------------------------------------------------------------------------------------------

@@ -232,6 +232,27 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(g.sum(), x)
 
 
+def test_what_no_graph_holds_says_why():
+    """As a plain call does: 16 bits without autocast, a core that no cut takes."""
+    layer = flexsn.Recurrent(flexsn.LIF(), nn.Linear(H, H), stateful=False).bfloat16()
+    x = rows(5, 3, H, dtype=torch.bfloat16)
+    with pytest.warns(flexsn.errors.FallbackWarning, match="operands of 16 bits"):
+        want = layer(x)
+    torch.testing.assert_close(torch.compile(layer)(x), want)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="runs uncompiled: core `recurrent_lif`: has operands of 16 bits"):
+        torch.compile(layer, fullgraph=True)(x)
+
+    w = rows(H, H)
+
+    def narrower(x, v):
+        v = torch.tanh(x + v @ w) * v.shape[0]
+        return v, v.float()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="runs uncompiled: core `narrower"):
+        torch.compile(lambda x: flexsn.scan(narrower, [x], [None]).outputs[0], fullgraph=True)(rows(5, 3, H))
+
+
 def test_cores_go_with_the_code_that_was_compiled_from_them():
     def core(x, v, w):
         v = torch.sin(x + v @ w)
