@@ -15,7 +15,7 @@ import flexsn
 from flexsn._operator.mixing import gpu_loop, walks
 from flexsn.surrogate import atan
 
-H = 5
+H, RECORDER = 5, gpu_loop.Recorder
 
 
 class Again:
@@ -23,7 +23,7 @@ class Again:
 
     refused = False
 
-    def __init__(self):
+    def __init__(self, device):
         self.lock = threading.Lock()
 
     def alone(self):
@@ -41,7 +41,8 @@ def recorded(monkeypatch):
     record = gpu_loop._Walks._steps
     monkeypatch.setattr(gpu_loop._Walks, "_steps", lambda self, steps: (found.append(steps), record(self, steps))[1])
     if torch.get_default_device().type == "cpu":
-        monkeypatch.setattr(gpu_loop, "_recorder", lambda device: Again())
+        monkeypatch.setattr(gpu_loop, "_records", lambda device: True)
+        monkeypatch.setattr(gpu_loop, "Recorder", Again)
         for name in ("forward", "backward"):
             monkeypatch.setattr(walks, name, lambda *args, **kwargs: None)
     return found
@@ -74,6 +75,46 @@ def test_calls_of_any_length_record_no_more(recorded):
     if torch.get_default_device().type == "cuda":
         assert recorded == []
     assert flexsn.scan(core, [rows(0)], [None] * states, on_device(params)).outputs[0].shape == (0, 3, H)
+
+
+def test_a_walk_has_one_recorder(monkeypatch):
+    """Made by the first call; a stream and events are on a GPU."""
+    made, recorder, (w,) = [], gpu_loop.Recorder, on_device([weights(H, H)])
+    monkeypatch.setattr(gpu_loop, "Recorder", lambda device: (made.append(device), recorder(device))[1])
+
+    def core(x, v):
+        v = torch.tanh(x + v @ w) / 3.0
+        return v, v
+
+    with torch.no_grad():
+        for T in (4, 4, 40):
+            flexsn.scan(core, [rows(T)], [None])
+    assert len(made) == 1
+
+
+class Done:
+    """An event that tells what is done with it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def wait(self):
+        self.calls.append("wait")
+
+    def record(self):
+        self.calls.append("record")
+
+
+def test_calls_after_one_that_failed_wait_for_it(monkeypatch):
+    """What it had launched uses the buffers."""
+    recorder = object.__new__(RECORDER)
+    recorder.device, recorder.lock, recorder.done = torch.device("cpu"), threading.Lock(), Done()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    with pytest.raises(ZeroDivisionError), recorder.alone():
+        1 / 0  # noqa: B018  # an error inside
+    with recorder.alone():
+        pass
+    assert recorder.done.calls == ["wait", "record"] * 2
 
 
 def test_weights_and_captured_tensors_are_read_anew(recorded):

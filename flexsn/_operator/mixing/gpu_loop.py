@@ -95,7 +95,7 @@ def _play(
         order: of the steps.
         before: states to put before a part of the walk, whose rows begin at a step.
     """
-    if (recorder := _recorder(loop.device)) is None:
+    if not _records(loop.device):
         return None
     given = loop.given
     rest = states | loop.fixed_tensors()
@@ -106,7 +106,7 @@ def _play(
     if (walks := known.get(key)) is None:
         if len(known) >= _KINDS:
             known.clear()
-        walks = known[key] = _Walks(recorder, loop, walk, sequences, rest)
+        walks = known[key] = _Walks(Recorder(loop.device), loop, walk, sequences, rest)
     return walks.play(loop, sequences, rest, order, before)
 
 
@@ -134,8 +134,10 @@ class Recorder:
         """While inside, no other call, on another stream either, uses what was recorded."""
         with self.lock, torch.cuda.device(self.device):
             self.done.wait()
-            yield
-            self.done.record()
+            try:
+                yield
+            finally:  # what was launched before an error still uses the buffers
+                self.done.record()
 
     def record(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors] | None:
         """Return what plays what a function does, and its results, which that writes; None if it cannot be recorded."""
@@ -168,9 +170,9 @@ def _one_at_a_time() -> Iterator[None]:
                 gc.enable()
 
 
-def _recorder(device: torch.device) -> Recorder | None:
-    """Return what records on a device; None where nothing can be recorded."""
-    return None if device.type != "cuda" or torch.cuda.is_current_stream_capturing() else Recorder(device)
+def _records(device: torch.device) -> bool:
+    """Whether a walk on a device can be recorded now."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 class _Walks:
