@@ -935,7 +935,7 @@ def mixing(x, v):
 
 @pytest.mark.parametrize("T", [1, 6])
 def test_a_core_that_mixes_neurons_is_one_node(T):
-    """Also by `strict=True`: it runs in pieces, as in plain calls. (Its own tests: `tests/operator/test_mixing_compile.py`.)"""
+    """Also by `strict=True`: it runs in pieces, as in plain calls. (Its own tests: `tests/torch_compile/test_compile_mixing.py`.)"""
     x, results = torch.randn(T, 3, 4), []
     results.append(run(torch.compile(FlexSN(mixing, 1, 1, strict=True), backend="aot_eager", fullgraph=True), x))
     results.append(run(FlexSN(mixing, 1, 1, backend="torch"), x))
