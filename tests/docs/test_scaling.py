@@ -15,7 +15,7 @@ from torch import nn
 import flexsn
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))  # behind the folders of the tests, which have a `cores` of their own
 
 import scaling_model  # noqa: E402  (benchmarks/ is not a package)
 
