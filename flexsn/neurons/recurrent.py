@@ -132,6 +132,10 @@ class Recurrent(FlexSN):
         own = {id(value): place for place, value in self._followed.items() if isinstance(value, Tensor)}
         return own | {key: ("neuron", *place) for key, place in inner.items()}
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._follow()  # the last call may have been under a transform, whose tensors cannot be copied
+        return super().__getstate__()
+
     def __deepcopy__(self, memo: dict) -> FlexSN:
         made: Any = super().__deepcopy__(memo)
         made._follow()

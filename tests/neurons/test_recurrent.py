@@ -125,6 +125,44 @@ def test_what_takes_the_place_of_a_functions_tensors():
         assert outer(x.double()).dtype is f64
 
 
+MODELS = {
+    "linear": lambda: layer_of(flexsn.LIF(learn_tau=True, v_threshold=0.3)),
+    "function": lambda: with_function()[0],
+    "network": lambda: nn.Sequential(nn.Linear(6, 6), layer_of(flexsn.ALIF(v_threshold=0.3, stateful=False)), nn.Linear(6, 2)),
+    "convolution": lambda: flexsn.Recurrent(flexsn.LIF(v_threshold=0.3), nn.Conv1d(3, 3, 3, padding=1)),
+}
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one input", "an input each"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_at_once_are_as_one_after_the_other(kind, each):
+    """`torch.vmap` over stacked weights: values, gradients inside of it and through it. A copy of what was called holds no dead tensors."""
+    warnings.simplefilter("ignore", FallbackWarning)
+    models, base = [MODELS[kind]().double() for _ in range(3)], MODELS[kind]().double()
+    stacked, x = torch.func.stack_module_state(models), sequence(3, 3, 6).double() if each else sequence().double()
+    dims = (0, 0, 1 if each else None)
+
+    def run(net, params, buffers, x):
+        return torch.func.functional_call(net, (params, buffers), (x,))
+
+    def loss(*operands):
+        return run(base, *operands).square().sum()
+
+    results = [model(x[:, k] if each else x) for k, model in enumerate(models)]
+    grads = [torch.autograd.grad(y.square().sum(), [*model.parameters()]) for y, model in zip(results, models, strict=True)]
+    want = dict(zip(stacked[0], map(torch.stack, zip(*grads, strict=True)), strict=True))
+    assert all(g.abs().sum() > 0 for g in want.values())
+    meta = copy.deepcopy(base).to("meta")  # which lends its code alone
+    y = torch.vmap(lambda *operands: run(meta, *operands), dims)(*stacked, x)
+    torch.testing.assert_close(y, torch.stack(results))
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [*stacked[0].values()]), tuple(want.values()))
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss), dims)(*stacked, x), want)
+    flexsn.reset_net(base)
+    again = copy.deepcopy(base)
+    again.load_state_dict(models[0].state_dict())
+    torch.testing.assert_close(again(x[:, 0] if each else x), results[0])
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_what_takes_their_place_in_compiled_code(fullgraph):
     (layer, _), x = with_function(), sequence()
