@@ -528,3 +528,30 @@ def test_a_backward_without_a_kernel_is_refused_by_the_forward():
     flexsn.scan(core, [x], [start], strict=True)
     with pytest.raises(NotElementwiseError):
         flexsn.scan(core, [x.requires_grad_()], [start], strict=True)
+
+
+def of_input(x, v, w):
+    v = torch.tanh(x @ w + v)
+    return v, v
+
+
+def of_state(x, v, w):
+    v = torch.tanh(x + v @ w)
+    return v, v
+
+
+def elementwise(x, v, w):
+    v = torch.tanh(x + v * w[0])
+    return v, v
+
+
+@pytest.mark.parametrize("core", [of_input, of_state, elementwise])
+def test_no_steps_give_zeros(core):
+    """Of any core alike; the cotangent of a final state is that of the state at the start."""
+    w, v, x = (torch.randn(s, dtype=f64).requires_grad_() for s in ((6, 6), (3, 6), (0, 3, 6)))
+    for start in (None, v):
+        found = flexsn.scan(core, [x], [start], [w])
+        assert all(not g.any() for g in torch.autograd.grad(found.outputs[0].sum(), [x, w], retain_graph=True))
+        assert found.states[0].requires_grad == (start is not None)
+    gx, gw, gv = torch.autograd.grad(found.states[0].sum(), [x, w, v])
+    assert gx.shape == x.shape and not gw.any() and torch.equal(gv, torch.ones_like(v))

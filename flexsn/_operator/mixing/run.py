@@ -67,7 +67,21 @@ def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Re
     call.known |= {place: call.known[source] for place, source in cut.same}
     numbers = range(len(call.states))
     outputs = [call.known["y", k, 0] for k in range(cut.outputs)]
-    return [call.finals[k] for k in numbers], [call.trail[k] for k in numbers] if sequences else [], outputs
+    results = [call.finals[k] for k in numbers], [call.trail[k] for k in numbers] if sequences else [], outputs
+    return results if len(given.inputs[0]) else _of_no_steps(results, given)
+
+
+def _of_no_steps(results: Results, given: Given) -> Results:
+    """Return results of no steps, which give every operand a gradient of zeros, as those of one kernel do; default states give none."""
+    tensors = [t for t in (*given.inputs, *given.states, *given.params, *given.look.tensors().values()) if t is not None]
+    nothing = sum([t.flatten()[:0].sum() for t in tensors if t.requires_grad and t.is_floating_point()])
+
+    def tied(t: Tensor) -> Tensor:
+        return t + nothing.to(t.dtype) if isinstance(nothing, Tensor) and t.dtype.is_floating_point else t
+
+    finals, trail, outputs = results
+    finals = [v.detach() if start is None else tied(v) for v, start in zip(finals, given.states, strict=True)]
+    return finals, [*map(tied, trail)], [*map(tied, outputs)]
 
 
 def _upcast(given: Given) -> Given:
