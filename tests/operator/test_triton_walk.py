@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import on_cpu
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear
 
 import flexsn
 from flexsn import surrogate
@@ -136,6 +136,23 @@ def test_what_does_not_fit_is_said():
     for sequences, width in ((64, 513), (1024, 256)):
         with pytest.raises(CannotWalk, match="more than this GPU runs at once"):
             cut_for(sequences, width, 132)
+
+
+def normed(x, v, w):
+    v = torch.tanh(layer_norm(x + v @ w, (5,)))
+    return v, v
+
+
+def gated(x, v, w):
+    a, b = (x + v @ w).chunk(2, -1)
+    v = torch.cat([torch.tanh(a) * torch.sigmoid(b), b], -1)
+    return v, v
+
+
+@pytest.mark.parametrize("core, width", [(normed, 5), (gated, 6)])
+def test_what_has_no_op_walks_as_before(core, width, walked):
+    check(core, torch.randn(T, 3, width), [torch.randn(3, width)], [torch.randn(width, width) * 0.3])
+    assert not walked
 
 
 @pytest.mark.parametrize("change", [lambda w: w[:, :4] @ w[:4], lambda w: w.double()], ids=["product", "double"])

@@ -136,7 +136,8 @@ class TritonWalk:
     def norm(self, source: Array, target: Array, norm: Norm) -> None:
         raise CannotWalk("a norm has no op there")
 
-    norm_back = norm
+    def norm_back(self, source: Array, grad: Array, target: Array, norm: Norm) -> None:
+        raise CannotWalk("a norm has no op there")
 
     def run(self, *, back: bool) -> None:
         """Walk over time."""
