@@ -162,6 +162,25 @@ def test_states_that_take_turns():
     check_mixing(core, [rows(21)], [rows(1)[0], None], [])
 
 
+def test_changed_weights_under_autocast(recorded):
+    """Autocast keeps casts of weights that need gradients: none may be part of what is played."""
+
+    def core(x, v, w):
+        v = torch.tanh(x + v @ w)
+        return v, v
+
+    x, device = rows(5).float(), torch.get_default_device().type
+    for seed in range(3):
+        (w,) = on_device([weights(H, H).float() * (1 + seed)])
+        w.requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            runs = [flexsn.scan(core, [x], [None], [w], backend=b).outputs[0] for b in ("auto", "torch")]
+        torch.testing.assert_close(*runs)
+        grads = [torch.autograd.grad(y.sum(), w)[0] for y in runs]
+        torch.testing.assert_close(*grads, rtol=3e-2, atol=1e-2)
+    assert recorded
+
+
 @pytest.mark.gpu
 def test_what_cannot_be_recorded_walks_in_python(recorded):
     """A function of PyTorch that waits for the GPU."""

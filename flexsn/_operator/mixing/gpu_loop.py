@@ -237,7 +237,19 @@ class _Walks:
 
     def _walked(self, steps: int) -> tuple[Tensors, Tensors]:
         self.still.T = steps
-        return self.walk(self.still, self._rows(steps), self.rest)
+        with _without_kept_casts():
+            return self.walk(self.still, self._rows(steps), self.rest)
+
+
+@contextlib.contextmanager
+def _without_kept_casts() -> Iterator[None]:
+    """While inside, autocast keeps no casts of weights: those of other weights would be played."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _copy(sources: Tensors, targets: Tensors) -> None:
