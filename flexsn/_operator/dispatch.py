@@ -37,7 +37,6 @@ from ..errors import (
     ShapeMismatchError,
     StaleStateError,
     StateMismatchError,
-    UnsupportedValueError,
 )
 from . import call as run
 from . import dtensor as sharding
@@ -276,13 +275,8 @@ def apart_from_mixing(
     nowhere = key is None and not isinstance(error, ShapeMismatchError)
     autocast = fork.autocast_dtype(inputs[0].device.type)
     loops = autocast is None and any(t is not None and t.dtype in HALF for t in (*inputs, *states, *params))
-    if not mixes or nowhere or seen.wrap is not None:
+    if not mixes or nowhere or loops or seen.wrap is not None:
         raise error
-    if loops:
-        raise UnsupportedValueError(
-            "has operands of 16 bits, and calls that mix neurons: these run in pieces under autocast alone", core=sig.core, line=error.line,
-            hint="Make operands and weights float32; under `torch.autocast` products then run in 16 bits.",
-        )  # fmt: skip
     inputs, params = [run.upcast(x) for x in inputs], [run.upcast(p) for p in params]
     states = [None if v is None else run.upcast(v) for v in states]
     try:

@@ -34,14 +34,16 @@ Sequences = dict[Place, Tensor]
 
 def forward(loop: Any, *, keeps: bool) -> tuple[Sequences, dict[int, Tensor]] | None:
     """Walk over time as `Loop.forward` does; None if that cannot be."""
+    reasons = list[str]()
     for language, make in _walks(loop):
         try:
             found = _Forward(loop, make, keeps).run()
         except CannotWalk as error:
-            loop.note(f"in Python (not in {language}: {error})")
+            reasons.append(f"in Python (not in {language}: {error})")
         else:
             loop.note(f"in {language}")
             return found
+    loop.note(reasons[0] if reasons else "in Python")
     return None
 
 
