@@ -175,15 +175,16 @@ class Loop:
 
     def note(self, how: str) -> None:
         """Note how the loop over time ran, for `explain`."""
-        self.given.look.over_parts[self._ran] = how
+        self.given.look.over_parts[self.ran] = how
 
     @property
     def noted(self) -> str:
         """What was noted last."""
-        return self.given.look.over_parts.get(self._ran, "in Python")
+        return self.given.look.over_parts.get(self.ran, "in Python")
 
     @property
-    def _ran(self) -> tuple[str, int]:
+    def ran(self) -> tuple[str, int]:
+        """Where it is kept how the loop ran."""
         cut: Cut = self.given.look.wrap
         return "ran", cut.pieces.index(self.piece)
 

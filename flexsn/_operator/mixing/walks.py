@@ -15,7 +15,6 @@ fast, and train 3.9 to 6.4 times; a training step of a network as for SHD is 2.4
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,13 +35,11 @@ def forward(loop: Any, *, keeps: bool) -> tuple[Sequences, dict[int, Tensor]] | 
     """Walk over time as `Loop.forward` does; None if that cannot be."""
     reasons = list[str]()
     for language, make in _walks(loop):
-        try:
-            found = _Forward(loop, make, keeps).run()
-        except CannotWalk as error:
-            reasons.append(f"in Python (not in {language}: {error})")
-        else:
+        found = _once(loop, ("forward", language, keeps), functools.partial(_Forward, loop, make, keeps))
+        if not isinstance(found, CannotWalk):
             loop.note(f"in {language}")
             return found
+        reasons.append(f"in Python (not in {language}: {found})")
     loop.note(reasons[0] if reasons else "in Python")
     return None
 
@@ -52,10 +49,26 @@ def backward(
     ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None],
 ) -> tuple[Sequences, dict[int, Tensor]] | None:  # fmt: skip
     """Walk back over time as `Loop.backward` does; None if that cannot be."""
-    for _, make in _walks(loop):
-        with contextlib.suppress(CannotWalk):
-            return _Backward(loop, make, computed, trail, grads).run(ends, trails)
+    for language, make in _walks(loop):
+        given = tuple([p for p, g in grads.items() if g is not None])
+        steps = functools.partial(_Backward, loop, make, computed, trail, grads)
+        found = _once(loop, ("backward", language, given), steps, ends, trails)
+        if not isinstance(found, CannotWalk):
+            return found
     return None
+
+
+def _once(loop: Any, what: tuple, steps: Callable[[], Any], *args: Any) -> Any:
+    """Return what a walk finds, or why it cannot be, which is looked for once for a kind of calls."""
+    kinds = [(t.shape[1:], t.dtype) for t in loop.known.values()] + [(t.shape, t.dtype) for t in loop.start.values()]
+    kinds += [(t.shape, t.dtype) for t in loop.fixed_tensors().values()]
+    key, known = ("walk", loop.ran, *what, loop.given.autocast, *kinds), loop.given.look.over_parts
+    if key not in known:
+        try:
+            return steps().run(*args)
+        except CannotWalk as error:
+            known[key] = CannotWalk(*error.args)  # without frames
+    return known[key]
 
 
 def _walks(loop: Any) -> list[tuple[str, Callable[..., Any]]]:
