@@ -52,7 +52,10 @@ class CoreOwner(nn.Module):
 
     Attributes:
         core: any callable; an `nn.Module` is a submodule.
+        changes: how often a number of it was replaced: what compiled code can look at.
     """
+
+    changes = 0
 
     def __init__(self, core: Callable[..., Any]):
         super().__init__()

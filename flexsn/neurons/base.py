@@ -253,6 +253,7 @@ def _set(neuron: Neuron, value: Any, name: str) -> None:
     _check(type(neuron), name, value)
     core: Any = neuron.core
     neuron.core = functools.partial(core.func, **(core.keywords | {name: value}))
+    neuron.changes += 1
 
 
 _ELSEWHERE = {  # what other libraries call arguments

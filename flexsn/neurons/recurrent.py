@@ -102,7 +102,13 @@ class Recurrent(FlexSN):
         )  # fmt: skip
         self.neuron, self.mixing = neuron, mixing if isinstance(mixing, nn.Module) else MixingModule(mixing)
         self._followed = dict[tuple[str, ...], Any]()  # what the step is made of, by the attributes that lead to it
+        self._numbered = 0  # of the `_changes` that it has
         self._follow()
+
+    def _changes(self) -> int:
+        """Return how often a number of the neuron was replaced."""
+        neuron: Any = self.neuron
+        return neuron.changes + (neuron._changes() if isinstance(neuron, Recurrent) else 0)
 
     def _follow(self) -> None:
         """Take the neuron's core and the mixing anew, if their tensors or the neuron's arguments are others now."""
@@ -121,7 +127,7 @@ class Recurrent(FlexSN):
             found |= {(name, owner._own[path]): read() for path, read in owner.captured_values().own.items()}
         if found.keys() == self._followed.keys() and all(value is self._followed[place] for place, value in found.items()):
             return
-        self._followed = found
+        self._followed, self._numbered = found, self._changes()
         advance, *function = [owner.captured_values().runnable(owner.core) for owner in owners.values()]
         self.core = _Step(advance, function[0] if function else mixing, neuron.num_inputs, neuron.num_states)
 
@@ -147,11 +153,19 @@ class Recurrent(FlexSN):
         return [*self.neuron.start_states(*inputs), None]
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
-        if not torch.compiler.is_dynamo_compiling():  # which takes the core as it was at the last call
+        if not torch.compiler.is_dynamo_compiling():
             self._follow()
+        elif self._numbered != self._changes() or self._followed["mixing",] is not self.mixing:
+            _follow_outside(self)
         if inputs and isinstance(inputs[0], Tensor) and not (inputs[0].is_floating_point() or inputs[0].is_complex()):
             inputs = (inputs[0].to(self.start_dtype(*inputs)), *inputs[1:])  # spikes, of which the states at the start take the dtype
         return super().forward(*inputs, **named)
 
     def extra_repr(self) -> str:
         return f"step_mode={self.step_mode!r}, backend={self.backend!r}"
+
+
+@torch.compiler.disable(reason="a number of a recurrent layer's neuron, or its mixing, was replaced since the last call")
+def _follow_outside(layer: Recurrent) -> None:
+    """Follow, seen by the compiler as a break of its graph; the next call holds the layer whole again."""
+    layer._follow()

@@ -286,3 +286,22 @@ def test_what_is_refused():
         flexsn.Recurrent(flexsn.FlexSN(lambda x, v, p: (x, v * p), 1, 1, params=[torch.ones(6)]), nn.Linear(6, 6))
     with pytest.raises(ArgumentError, match="takes no neuron with bounds"):
         layer_of(flexsn.LIF(learn_tau=True, bounds={"tau": (1.0, 5.0)}))
+
+
+def test_compiled_layers_see_other_numbers_and_mixings():
+    """At once where the graph may break; else the layer is refused until a plain call has seen them."""
+    layer, x = flexsn.Recurrent(flexsn.LIF(), nn.Linear(4, 4), stateful=False), 2 * torch.rand(6, 3, 4)
+    run = torch.compile(layer, backend="aot_eager")
+    for name, of, value in (("v_threshold", layer.neuron, 0.3), ("mixing", layer, nn.Linear(4, 4)), ("v_threshold", layer.neuron, 1.5)):
+        before = run(x)
+        setattr(of, name, value)
+        found = [run(x), run(x)]
+        want = layer(x)
+        assert not torch.equal(want, before) and all(torch.equal(y, want) for y in found)
+    torch._dynamo.reset()
+    whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    whole(x)
+    layer.neuron.v_threshold = 0.3
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="was replaced since the last call"):
+        whole(x)
+    assert torch.equal(layer(x), whole(x))
