@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .._capture.arguments import Stateful
 from .._capture.signature import core_name, positional_names
 from .._captured.core_owner import CoreOwner
+from .._torch.compiling import outside_dynamo
 from ..errors import ArgumentError, ShapeMismatchError
 from ..module import FlexSN
 
@@ -165,7 +166,7 @@ class Recurrent(FlexSN):
         return f"step_mode={self.step_mode!r}, backend={self.backend!r}"
 
 
-@torch.compiler.disable(reason="a number of a recurrent layer's neuron, or its mixing, was replaced since the last call")
+@outside_dynamo("a number of a recurrent layer's neuron, or its mixing, was replaced since the last call")
 def _follow_outside(layer: Recurrent) -> None:
     """Follow, seen by the compiler as a break of its graph; the next call holds the layer whole again."""
     layer._follow()
