@@ -47,10 +47,11 @@ def is_spike(node: Node) -> bool:
 
 @dataclass
 class _Slot:
-    """A value that is carried from step to step: its pointer, its variable, and what that is at the next step."""
+    """A value that is carried from step to step: its pointer, its variable, and what that is at this step and at the next one."""
 
     pointer: str
     variable: str
+    now: str  # the variable, or what it was changed to at this step
     next: str | None = None
 
 
@@ -107,14 +108,16 @@ class Program:
         """Return the variable of a value of `turns [2, B, H]`, or, if `other`, of what it is at the next step, once that is known."""
         slot = self._slots.get(id(turns))
         if slot is None:
-            slot = self._slots[id(turns)] = _Slot(self._pointer(turns, strides=True), self.name())
+            name = self.name()
+            slot = self._slots[id(turns)] = _Slot(self._pointer(turns, strides=True), name, name)
             self.opening.append(f"{slot.variable} = {_load(slot.pointer, 'first')}")
-        return slot.next if other else slot.variable
+        return slot.next if other else slot.now
 
-    def carry(self, turns: Any, variable: str) -> None:
-        """Note what a carried value is at the next step."""
+    def carry(self, turns: Any, variable: str, *, other: bool) -> None:
+        """Note what a carried value is from here on at this step, or, if `other`, at the next one."""
         self.carried(turns, other=False)
-        self._slots[id(turns)].next = variable
+        slot = self._slots[id(turns)]
+        slot.now, slot.next = (slot.now, variable) if other else (variable, slot.next)
 
     def param(self, tensor: Any) -> str:
         """Return the variable of a tensor of one element, or of one per column."""

@@ -1,5 +1,7 @@
 """Recurrences that walk over time in one Triton kernel: against the eager loop, and that they did walk there."""
 
+import random
+
 import pytest
 import torch
 from helpers import on_cpu
@@ -27,8 +29,8 @@ def walked(monkeypatch):
     return found
 
 
-def check(core, x, states, params, *, tol=1e-4):
-    """Compare outputs, final states and all gradients with the eager loop."""
+def check(core, x, states, params, *, asked=(0, 1, 2), tol=1e-4):
+    """Compare outputs, final states and all gradients with the eager loop; `asked`: which of the results have cotangents."""
     runs = []
     for backend in ("triton", "torch"):
         leaves = [t.clone().requires_grad_() for t in (x, *states, *params)]
@@ -37,9 +39,9 @@ def check(core, x, states, params, *, tol=1e-4):
         results = [*found.outputs, *found.states]
         torch.manual_seed(0)
         cotangents = [torch.randn(y.shape, device=y.device) for y in results]
-        pairs = [(y, g) for y, g in zip(results, cotangents, strict=True) if y.requires_grad]
+        pairs = [(y, g) for k, (y, g) in enumerate(zip(results, cotangents, strict=True)) if y.requires_grad and k in asked]
         grads = torch.autograd.grad([y for y, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
-        runs.append([*results, *grads])
+        runs.append([*results, *[torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)]])
     for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b, rtol=tol, atol=tol)
 
@@ -85,6 +87,56 @@ def test_as_the_eager_loop(name, width, batch, walked):
     states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products") else 1)]
     check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
     assert ["walk back" in text for text in walked] == [False, True]
+
+
+def beside(x, v, s, w):
+    """A state that nothing is computed from."""
+    h = 0.5 * v + 0.3 * (v @ w) + 0.2 * x
+    s = surrogate.atan(h - 0.2)
+    return s, h, s
+
+
+@pytest.mark.parametrize("asked", [[0], [1], [2], [0, 2]])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_cotangents_of_some_results(asked, steps, walked):
+    check(beside, torch.randn(steps, 2, 3), [torch.rand(2, 3), torch.rand(2, 3)], [torch.randn(3, 3)], asked=asked)
+    assert walked
+
+
+def random_core(seed):
+    """A core of up to five random lines, products and elementwise ones."""
+    r, names, lines = random.Random(seed), ["x", "v", "s"], []
+    for k in range(r.randint(2, 5)):
+        a, b, w = r.choice(names), r.choice(names), r.choice(["w0", "w1"])
+        mixed = [f"{a} @ {w}", f"linear({a}, {w}, b)", f"linear({a}, {w})"]
+        plain = [
+            f"torch.tanh({a} + 0.5 * {b})",
+            f"{a} * 0.6 - {b} * 0.3",
+            f"torch.where({b} > 0.2, {a}, 0.5 * {b})",
+            f"({a} * {b}).clamp(-1, 1)",
+        ]
+        lines.append(f"t{k} = {r.choice(mixed if r.random() < 0.5 else plain)}")
+        names.append(f"t{k}")
+    lines.append(f"h = 0.5 * v + 0.3 * {names[-1]} + 0.2 * x")
+    lines.append(r.choice(["s = surrogate.atan(h - 0.2)", f"s = torch.tanh(h + 0.1 * {r.choice(names)})"]))
+    lines.append(
+        r.choice(["return s, h * (1 - s * 0.5), s", f"return {r.choice(names)} + s, h, s", f"return s, h, s * 0.5 + 0.1 * {names[-1]}"])
+    )
+    space = {"torch": torch, "linear": linear, "surrogate": surrogate}
+    exec("def core(x, v, s, w0, w1, b):\n" + "\n".join(f"    {line}" for line in lines), space)
+    sizes = r.choice([1, 2, 5, 9]), r.choice([1, 3, 18]), r.choice([3, 5, 16, 17])
+    return space["core"], sizes, [k for k in range(3) if r.random() < 0.7] or [0]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_cores(seed):
+    core, (steps, batch, width), asked = random_core(seed)
+    torch.manual_seed(seed)
+    states, params = (
+        [torch.rand(batch, width) for _ in range(2)],
+        [0.4 * torch.randn(s) for s in ((width, width), (width, width), (width,))],
+    )
+    check(core, torch.randn(steps, batch, width), states, params, asked=asked, tol=2e-3)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])

@@ -113,8 +113,8 @@ class TritonWalk:
     def write(self, array: Array, variable: str) -> None:
         """Note what a value is at this step."""
         self.widths.add(array.width)
-        if array.kind == OTHER_SLOT:
-            self.program.carry(array.tensor, variable)
+        if array.kind in (SLOT, OTHER_SLOT):
+            self.program.carry(array.tensor, variable, other=array.kind == OTHER_SLOT)
         else:
             self.program.set(array, array.tensor, variable, stored=array.tensor.shape[0] >= self.T)
 
