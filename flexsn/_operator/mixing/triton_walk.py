@@ -201,5 +201,7 @@ def _padded(width: int) -> int:
 
 @functools.cache
 def takes(device: torch.device) -> bool:
-    """Return whether kernels of Triton's run on tensors of a device."""
-    return device.type == "cuda" or (device.type == "cpu" and triton_kernel.interpreted())
+    """Return whether walks run on tensors of a device: on GPUs that multiply bfloat16, and in the interpreter."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and triton_kernel.interpreted()
