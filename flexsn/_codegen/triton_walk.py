@@ -55,7 +55,7 @@ class _Slot:
     next: str | None = None
 
 
-class Program:
+class WalkSource:
     """The text of a kernel, and its arguments.
 
     Attributes:
@@ -161,7 +161,7 @@ class Program:
         return self._let(f"{a} + {b}")
 
     # --- text -------------------------------------------------------------------------------------------------------------------
-    def source(self, core: str, *, back: bool) -> str:
+    def text(self, core: str, *, back: bool) -> str:
         """Return the kernel's text: `walk(*arguments, counters, T, B, ...)`; a program per BB sequences and HC columns."""
         steps = [step_lines(plan, name) for plan, name in self.functions.items()]
         constants = [f"{name}: tl.constexpr" for name in ("H", "KP", "KB", "BB", "HC", "PROGRAMS", "PRODUCTS")]

@@ -11,7 +11,7 @@ from torch.nn.functional import layer_norm, linear
 import flexsn
 from flexsn import surrogate
 from flexsn._operator.mixing.cpp_walk import CannotWalk
-from flexsn._operator.mixing.triton_walk import Cut, TritonWalk, cut_for
+from flexsn._operator.mixing.triton_walk import Tile, TritonWalk, tile_for
 
 T = 6
 
@@ -23,7 +23,7 @@ def walked(monkeypatch):
 
     def noted(self, *, back):
         run(self, back=back)
-        found.append(self.program.source("recurrence", back=back))
+        found.append(self.source.text("recurrence", back=back))
 
     monkeypatch.setattr(TritonWalk, "run", noted)
     return found
@@ -117,7 +117,7 @@ def random_core(seed):
         ]
         lines.append(f"t{k} = {r.choice(mixed if r.random() < 0.5 else plain)}")
         names.append(f"t{k}")
-    lines.append(f"h = 0.5 * v + 0.3 * {names[-1]} + 0.2 * x")
+    lines.append(f"h = 0.5 * v + 0.3 * {names[-1]} + 0.2 * x + 0.1 * (v @ w1)")
     lines.append(r.choice(["s = surrogate.atan(h - 0.2)", f"s = torch.tanh(h + 0.1 * {r.choice(names)})"]))
     lines.append(
         r.choice(["return s, h * (1 - s * 0.5), s", f"return {r.choice(names)} + s, h, s", f"return s, h, s * 0.5 + 0.1 * {names[-1]}"])
@@ -129,7 +129,7 @@ def random_core(seed):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_cores(seed):
+def test_random_cores(seed, walked):
     core, (steps, batch, width), asked = random_core(seed)
     torch.manual_seed(seed)
     states, params = (
@@ -137,6 +137,7 @@ def test_random_cores(seed):
         [0.4 * torch.randn(s) for s in ((width, width), (width, width), (width,))],
     )
     check(core, torch.randn(steps, batch, width), states, params, asked=asked, tol=2e-3)
+    assert walked and "walk back" in walked[-1]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
@@ -184,10 +185,10 @@ def test_values_that_are_no_numbers_stay(walked):
 
 @on_cpu
 def test_what_does_not_fit_is_said():
-    assert cut_for(64, 256, 132) == Cut(16, 32, 4, 8) and cut_for(64, 512, 132) == Cut(16, 16, 4, 32)
+    assert tile_for(64, 256, 132) == Tile(16, 32, 4, 8) and tile_for(64, 512, 132) == Tile(16, 16, 4, 32)
     for sequences, width in ((64, 513), (1024, 256)):
         with pytest.raises(CannotWalk, match="more than this GPU runs at once"):
-            cut_for(sequences, width, 132)
+            tile_for(sequences, width, 132)
 
 
 def normed(x, v, w):

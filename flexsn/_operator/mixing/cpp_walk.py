@@ -70,8 +70,8 @@ class Array:
         return (0, 0, AT) if self.param else (t.stride(0) * size if t.shape[0] > 1 else 0, t.stride(1) * size, self.kind)
 
 
-class Walk:
-    """A list of ops, written one after the other.
+class Rows:
+    """Where the values of a walk lie.
 
     Args:
         T: steps.
@@ -79,18 +79,14 @@ class Walk:
         dtype: of all that ops but kernels take.
     """
 
-    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype):
-        self.T, self.lead, self.dtype, self.sequences = T, tuple(lead), dtype, math.prod(lead)
-        self.arrays: list[Array] = []
-        self.ops: list[list[int]] = []
-        self.pointers: list[int] = []
-        self.kept: list[Any] = []  # what pointers lead to
-        self.widest = 1
+    array: type[Array] = Array
+
+    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, device: torch.device):
+        self.T, self.lead, self.dtype, self.device, self.sequences = T, tuple(lead), dtype, device, math.prod(lead)
 
     def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
         """Return an array with memory of its own."""
-        shape = rows, self.sequences, width
-        return Array(allocator(torch.device("cpu"), shape, dense_strides(shape), dtype or self.dtype)())
+        return self.array(torch.empty((rows, self.sequences, width), dtype=dtype or self.dtype, device=self.device))
 
     def rows_of(self, sequence: Tensor, width: int) -> Array:
         """Return a sequence `[T, *step]`, as wide as it is or broadcast."""
@@ -99,17 +95,34 @@ class Walk:
         if len(own) > len(whole) - 1 or any(a not in (1, b) for a, b in zip(own[::-1], whole[::-1], strict=False)):
             raise CannotWalk("operands do not have the same dims before the last")
         wide = sequence.reshape(T, *[1] * (len(whole) - 1 - len(own)), *own).expand(whole).reshape(T, self.sequences, width)
-        return Array(wide if wide.stride(2) == 1 or width == 1 else wide.contiguous())
+        return self.array(wide if wide.stride(2) == 1 or width == 1 else wide.contiguous())
 
     def turns(self, row: Tensor, slot: int) -> Array:
         """Return two rows that take turns, the one in `slot` as given."""
         made = self.new(row.shape[-1], 2, row.dtype)
         made.tensor[slot] = row.reshape(made.tensor[slot].shape)
-        return Array(made.tensor, SLOT)
+        return self.array(made.tensor, SLOT)
 
     def shaped(self, array: Tensor) -> Tensor:
         """Return rows as `[*, *step]`."""
         return array.unflatten(1, self.lead) if self.lead else array.squeeze(1)
+
+
+class Walk(Rows):
+    """A list of ops, written one after the other; arguments as of `Rows`."""
+
+    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype):
+        super().__init__(T, lead, dtype, torch.device("cpu"))
+        self.arrays: list[Array] = []
+        self.ops: list[list[int]] = []
+        self.pointers: list[int] = []
+        self.kept: list[Any] = []  # what pointers lead to
+        self.widest = 1
+
+    def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
+        """Return an array, in memory that earlier ones left if it is large."""
+        shape = rows, self.sequences, width
+        return Array(allocator(self.device, shape, dense_strides(shape), dtype or self.dtype)())
 
     def place(self, array: Array | None) -> int:
         """Return the number under which ops name an array; -1 of none."""

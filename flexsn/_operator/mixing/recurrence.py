@@ -1,6 +1,6 @@
 """A recurrence that mixes neurons: a loop over time in which its mixing calls take turns with the kernels of its segments.
 
-A walk over time finds what the recurrence gives, and keeps the results of its mixing calls. For the backward (`feedback.py`) the segments
+A walk over time finds what the recurrence gives, and keeps the results of its mixing calls. For the backward (`gradients.py`) the segments
 run once more, given these, as any core does, over whole sequences: they give the states after every step, and all gradients but those that
 flow through the mixing calls. A walk back over time finds these: the cotangents that states, and operands of the mixing calls, have by way
 of them.
@@ -173,20 +173,20 @@ class Loop:
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
         self.device = next(iter(states.values())).device
 
+    @property
+    def number(self) -> int:
+        """Which of the pieces of the cut it is."""
+        cut: Cut = self.given.look.wrap
+        return cut.pieces.index(self.piece)
+
     def note(self, how: str) -> None:
         """Note how the loop over time ran, for `explain`."""
-        self.given.look.over_parts[self.ran] = how
+        self.given.look.over_parts["ran", self.number] = how
 
     @property
     def noted(self) -> str:
         """What was noted last."""
-        return self.given.look.over_parts.get(self.ran, "in Python")
-
-    @property
-    def ran(self) -> tuple[str, int]:
-        """Where it is kept how the loop ran."""
-        cut: Cut = self.given.look.wrap
-        return "ran", cut.pieces.index(self.piece)
+        return self.given.look.over_parts.get(("ran", self.number), "in Python")
 
     @property
     def outer(self) -> list[Place]:

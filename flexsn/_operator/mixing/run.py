@@ -14,7 +14,7 @@ from ..._ir.graph import HALF
 from ..call import upcast
 from ..eager_loop import result_dtypes
 from .cut import AtOnce, Recurrence, Scan
-from .feedback import Operands, Whole, differentiable, over_whole
+from .gradients import Operands, Whole, differentiable, over_whole
 from .mixing_calls import NOTHING, Place, Segment, functions_of_step, mixing_functions
 from .recurrence import Given, Loop
 

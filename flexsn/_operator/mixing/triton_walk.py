@@ -11,7 +11,6 @@ What it gains, on an H100, 1,000 steps of 64 sequences of 256 recurrent LIF, bes
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..._codegen.language import values
-from ..._codegen.triton_walk import Program
+from ..._codegen.triton_walk import WalkSource
 from ..._ir.roles import Kind, Role
 from ..._runtime import triton_kernel
 from ..._runtime.launch import Launch
 from ..call import Call
-from .cpp_walk import BEFORE, OTHER_SLOT, SLOT, Array, CannotWalk, Norm, static_operands
+from .cpp_walk import BEFORE, OTHER_SLOT, SLOT, Array, CannotWalk, Norm, Rows, static_operands
 
 
 class WholeRows(Array):
@@ -36,37 +35,16 @@ class WholeRows(Array):
         raise CannotWalk("a part of a value is used")
 
 
-class TritonWalk:
+class TritonWalk(Rows):
     """A list of ops, written one after the other; as `cpp_walk.Walk`."""
 
+    array = WholeRows
+
     def __init__(self, device: torch.device, T: int, lead: Sequence[int], dtype: torch.dtype):
-        self.T, self.lead, self.dtype, self.device, self.sequences = T, tuple(lead), dtype, device, math.prod(lead)
-        self.program, self.widths = Program(), set[int]()
+        super().__init__(T, lead, dtype, device)
+        self.source, self.widths = WalkSource(), set[int]()
         if dtype is not torch.float32:
             raise CannotWalk("values are not float32")
-
-    def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
-        """Return an array with memory of its own."""
-        return WholeRows(torch.empty((rows, self.sequences, width), dtype=dtype or self.dtype, device=self.device))
-
-    def rows_of(self, sequence: Tensor, width: int) -> Array:
-        """Return a sequence `[T, *step]`, as wide as it is or broadcast."""
-        T, *own = sequence.shape
-        whole = (T, *self.lead, width)
-        if len(own) > len(whole) - 1 or any(a not in (1, b) for a, b in zip(own[::-1], whole[::-1], strict=False)):
-            raise CannotWalk("operands do not have the same dims before the last")
-        wide = sequence.reshape(T, *[1] * (len(whole) - 1 - len(own)), *own).expand(whole).reshape(T, self.sequences, width)
-        return WholeRows(wide if wide.stride(2) == 1 or width == 1 else wide.contiguous())
-
-    def turns(self, row: Tensor, slot: int) -> Array:
-        """Return two rows that take turns, the one in `slot` as given."""
-        made = self.new(row.shape[-1], 2, row.dtype)
-        made.tensor[slot] = row.reshape(made.tensor[slot].shape)
-        return WholeRows(made.tensor, SLOT)
-
-    def shaped(self, array: Tensor) -> Tensor:
-        """Return rows as `[*, *step]`."""
-        return array.unflatten(1, self.lead) if self.lead else array.squeeze(1)
 
     # --- ops ------------------------------------------------------------------------------------------------------------------
     def kernel(
@@ -82,14 +60,14 @@ class TritonWalk:
                 raise CannotWalk("a param is neither one number nor one per neuron")
         for role in plan.step.inputs:
             if role.kind is Kind.PARAM:
-                given.append(self.program.param(static[role]))
+                given.append(self.source.param(static[role]))
             elif role in reads:
                 given.append(self.read(reads[role]))
             else:
                 raise CannotWalk("a kernel takes what is not there")
         if any(array.width != width for array in (*reads.values(), *writes.values())):
             raise CannotWalk("a kernel takes values of another width")
-        found = self.program.step(plan, given, values(plan))
+        found = self.source.step(plan, given, values(plan))
         for role, array in writes.items():
             if role not in found:
                 raise CannotWalk("a kernel gives what it does not compute")
@@ -99,24 +77,24 @@ class TritonWalk:
         """Return the variable of a value at this step."""
         self.widths.add(array.width)
         if array.kind in (SLOT, OTHER_SLOT):
-            found = self.program.carried(array.tensor, other=array.kind == OTHER_SLOT)
+            found = self.source.carried(array.tensor, other=array.kind == OTHER_SLOT)
             if found is None:
                 raise CannotWalk("a state is read before it is computed")
             return found
         if array.kind == BEFORE:
             assert array.first is not None
-            return self.program.before(array, array.tensor, array.first)
+            return self.source.before(array, array.tensor, array.first)
         if not isinstance(array, WholeRows):
             raise CannotWalk("states before a step are kept")
-        return self.program.row(array, array.tensor)
+        return self.source.row(array, array.tensor)
 
     def write(self, array: Array, variable: str) -> None:
         """Note what a value is at this step."""
         self.widths.add(array.width)
         if array.kind in (SLOT, OTHER_SLOT):
-            self.program.carry(array.tensor, variable, other=array.kind == OTHER_SLOT)
+            self.source.carry(array.tensor, variable, other=array.kind == OTHER_SLOT)
         else:
-            self.program.set(array, array.tensor, variable, stored=array.tensor.shape[0] >= self.T)
+            self.source.set(array, array.tensor, variable, stored=array.tensor.shape[0] >= self.T)
 
     def product(self, source: Array, target: Array, w: Tensor, bias: Tensor | None = None, *, adds: bool = False) -> None:
         """Write `source @ w + bias` to the target, or add it."""
@@ -126,12 +104,12 @@ class TritonWalk:
             raise CannotWalk("weights are of another dtype than values")
         bias = None if bias is None else bias.detach().contiguous()
         scratch = torch.empty((2, self.sequences, source.width), dtype=self.dtype, device=self.device)
-        found = self.program.product(self.read(source), scratch, w.detach().contiguous(), bias)
-        self.write(target, self.program.sum(self.read(target), found) if adds else found)
+        found = self.source.product(self.read(source), scratch, w.detach().contiguous(), bias)
+        self.write(target, self.source.sum(self.read(target), found) if adds else found)
 
     def copy(self, source: Array, target: Array, *, adds: bool = False) -> None:
         """Copy rows to the target, or add them."""
-        self.write(target, self.program.sum(self.read(target), self.read(source)) if adds else self.read(source))
+        self.write(target, self.source.sum(self.read(target), self.read(source)) if adds else self.read(source))
 
     def norm(self, source: Array, target: Array, norm: Norm) -> None:
         raise CannotWalk("a norm has no op there")
@@ -143,20 +121,20 @@ class TritonWalk:
         """Walk over time."""
         if len(self.widths) > 1:
             raise CannotWalk("values differ in width")
-        (width,), program = self.widths, self.program
-        cut = cut_for(self.sequences, width, _processors(self.device))
-        counters = torch.zeros(32 * cut.groups, dtype=torch.int32, device=self.device)
-        options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False, "launch_cooperative_grid": cut.parts > 1}
+        (width,), source = self.widths, self.source
+        tile = tile_for(self.sequences, width, _processors(self.device))
+        counters = torch.zeros(32 * tile.groups, dtype=torch.int32, device=self.device)
+        options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False, "launch_cooperative_grid": tile.parts > 1}
         with torch.cuda.device(self.device) if self.device.type == "cuda" else triton_kernel.interpreting():
-            _function(program.source("recurrence", back=back))[cut.groups, cut.parts](
-                *program.arguments.values(), counters, self.T, self.sequences, H=width, KP=_padded(width), KB=min(128, _padded(width)),
-                BB=cut.rows, HC=cut.columns, PROGRAMS=cut.parts, PRODUCTS=3 if _as_tf32() else 6, **options,
+            _function(source.text("recurrence", back=back))[tile.groups, tile.parts](
+                *source.arguments.values(), counters, self.T, self.sequences, H=width, KP=_padded(width), KB=min(128, _padded(width)),
+                BB=tile.rows, HC=tile.columns, PROGRAMS=tile.parts, PRODUCTS=3 if _as_tf32() else 6, **options,
             )  # fmt: skip
 
 
 @functools.lru_cache(256)
-def _function(source: str) -> Any:
-    return triton_kernel.define(source, "walk")
+def _function(text: str) -> Any:
+    return triton_kernel.define(text, "walk")
 
 
 def _processors(device: torch.device) -> int:
@@ -168,8 +146,8 @@ def _as_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-class Cut(NamedTuple):
-    """How a walk is cut: sequences and columns of a program, and how many programs there are for either."""
+class Tile(NamedTuple):
+    """How a walk is cut for the GPU: sequences and columns of a program, and how many programs there are for either."""
 
     rows: int
     columns: int
@@ -180,7 +158,7 @@ class Cut(NamedTuple):
 _WIDEST = 512  # columns: weights of more do not fit into the registers of programs of 16 columns
 
 
-def cut_for(sequences: int, width: int, processors: int) -> Cut:
+def tile_for(sequences: int, width: int, processors: int) -> Tile:
     """Return how a walk is cut on a GPU of so many multiprocessors, each of which takes one program, as all must run at once.
 
     Raises:
@@ -188,10 +166,10 @@ def cut_for(sequences: int, width: int, processors: int) -> Cut:
     """
     padded = _padded(width)
     columns = padded if not processors else 32 if padded <= _WIDEST // 2 else 16
-    cut = Cut(16, columns, -(-sequences // 16), -(-width // columns))
-    if processors and (padded > _WIDEST or cut.groups * cut.parts > processors):
+    tile = Tile(16, columns, -(-sequences // 16), -(-width // columns))
+    if processors and (padded > _WIDEST or tile.groups * tile.parts > processors):
         raise CannotWalk(f"{sequences} sequences of {width} neurons are more than this GPU runs at once")
-    return cut
+    return tile
 
 
 def _padded(width: int) -> int:
@@ -199,9 +177,9 @@ def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-@functools.cache
 def takes(device: torch.device) -> bool:
-    """Return whether walks run on tensors of a device: on GPUs that multiply bfloat16, and in the interpreter."""
+    """Return whether walks run on tensors of a device: on GPUs that multiply bfloat16, outside of CUDA graphs, and in the
+    interpreter."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.cuda.get_device_capability(device) >= (8, 0) and not torch.cuda.is_current_stream_capturing()
     return device.type == "cpu" and triton_kernel.interpreted()

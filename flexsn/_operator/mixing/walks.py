@@ -62,7 +62,7 @@ def _once(loop: Any, what: tuple, steps: Callable[[], Any], *args: Any) -> Any:
     """Return what a walk finds, or why it cannot be, which is looked for once for a kind of calls."""
     kinds = [(t.shape[1:], t.dtype) for t in loop.known.values()] + [(t.shape, t.dtype) for t in loop.start.values()]
     kinds += [(t.shape, t.dtype) for t in loop.fixed_tensors().values()]
-    key, known = ("walk", loop.ran, *what, loop.given.autocast, *kinds), loop.given.look.over_parts
+    key, known = ("walk", loop.number, *what, loop.given.autocast, *kinds), loop.given.look.over_parts
     if key not in known:
         try:
             return steps().run(*args)
