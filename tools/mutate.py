@@ -30,6 +30,7 @@ TESTS = {  # of a file or a directory of the package; the longest name that fits
     "_ir": ["tests/ir/test_graph.py", "tests/ir/test_ops.py", *GOLDEN],
     "_plan": ["tests/plan", *GOLDEN, *PARITY],
     "_codegen": ["tests/ir/test_ops.py", *GOLDEN, *PARITY],
+    "_codegen/triton_frame.py": ["tests/codegen/test_triton.py", "tests/codegen/test_triton_ops.py"],
     "_codegen/triton.py": ["tests/codegen/test_triton.py", "tests/codegen/test_triton_ops.py"],
     "_codegen/triton_ops.py": ["tests/codegen/test_triton_ops.py"],
     "_program": ["tests/program", *PARITY],

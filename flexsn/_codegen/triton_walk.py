@@ -19,7 +19,7 @@ from .._ir.roles import Kind, Role, of_kind
 from .._plan.plan import KernelPlan
 from .._version import __version__
 from .language import numbers, safe
-from .triton import computation
+from .triton_frame import computation
 from .triton_values import COMPUTE, IMPORTS
 
 

@@ -15,6 +15,7 @@ they are outputs of the forward's graph and inputs of the backward's, which read
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,12 +35,14 @@ class Array:
         kind: `sequence` [T, N], `row` [N], `param` (broadcast by index), `checkpoint` [chunks - 1, N].
         storage: dtype in memory.
         compute: dtype in the kernel.
+        like: of a param that is part of a tensor, its first part, which has the same sizes.
     """
 
     role: Role
     kind: str
     storage: torch.dtype
     compute: torch.dtype
+    like: Role | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "role", Role.of(self.role))
@@ -261,6 +264,13 @@ def plan_forward(step: Graph, storage: Mapping[Role, torch.dtype], *, chunk: int
         if role.kind is Kind.OUTPUT:
             writes.append(Array(role, "sequence", storage[role], node.dtype))
     return KernelPlan(step.core, "forward", (Segment(step),), tuple(reads), tuple(writes), tuple(carried), chunk)
+
+
+def with_parts(made: KernelPlan, like: Mapping[Role, Role]) -> KernelPlan:
+    """Return the plan that knows, of a param that is part of a tensor, the first part that the kernel reads, if that is `like[role]`."""
+    read = {a.role for a in made.reads}
+    reads = [dataclasses.replace(a, like=like[a.role]) if like.get(a.role) in read else a for a in made.reads]
+    return dataclasses.replace(made, reads=tuple(reads)) if like else made
 
 
 def plan_backward(

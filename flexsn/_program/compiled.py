@@ -29,7 +29,7 @@ from .._torch.tensors import is_symbolic
 from ..errors import CannotFuseError
 from .captured import Blueprint, draw
 from .lowered import LoweredVjp
-from .static_parts import StaticModule, cut, without_cotangents
+from .static_parts import StaticModule, cut, parts_of_one, without_cotangents
 
 
 class Program:
@@ -113,14 +113,16 @@ class Program:
         """Return the forward kernel for many steps."""
         storage = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}
         chunk = self.chunk if checkpoint else self.inference_chunk
-        return plan.plan_forward(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
+        made = plan.plan_forward(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
+        return plan.with_parts(made, parts_of_one(self.params))
 
     def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.KernelPlan:
         """Return the backward kernel for many steps."""
         storage = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}
         vjp = self.vjp.graph
         storage |= {r: vjp.inputs[r].dtype for r in of_kind(vjp.inputs, Kind.PARAM)}
-        return plan.plan_backward(vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
+        made = plan.plan_backward(vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
+        return plan.with_parts(made, parts_of_one(self.vjp.params))
 
     def for_steps(self, T: int, made: plan.KernelPlan) -> plan.KernelPlan:
         """Return the plan of a kernel for T steps."""

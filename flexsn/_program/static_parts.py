@@ -82,6 +82,16 @@ def static_graph(
     return made
 
 
+def parts_of_one(params: Mapping[Role, fx.Node]) -> dict[Role, Role]:
+    """Return, for each param that is one of the values along a dim of a tensor, the first param that is another, if there is one."""
+    first, found = dict[fx.Node, Role](), dict[Role, Role]()
+    for role, node in params.items():
+        if node.target is getitem and node.all_input_nodes[0].target is torch.ops.aten.unbind.int:
+            leader = first.setdefault(node.all_input_nodes[0], role)
+            found |= {role: leader} if leader is not role else {}
+    return found
+
+
 def frontier(grads: Sequence[fx.Node | None], replaced: Replaced = _NOTHING) -> list[fx.Node]:
     """Return the step values from which gradients of params are computed: what the kernel sums over time."""
     found: dict[fx.Node, None] = {}

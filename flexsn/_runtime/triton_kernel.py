@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from .._codegen.language import numbers, values
-from .._codegen.triton import flags, kernel_name, nullable, packed, render
+from .._codegen.triton import render
+from .._codegen.triton_frame import flags, kernel_name, nullable, packed
 from .._codegen.triton_values import COMPUTE, STORAGE
 from .._plan.plan import KernelPlan, chunks
 from .._torch.cuda import current_stream, interpreter_exits, triton_launch

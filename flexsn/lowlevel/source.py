@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from .._capture.signature import Signature
 from .._capture.trace import Meta, trace
 from .._codegen.language import safe
-from .._codegen.triton import render_step
+from .._codegen.triton_frame import render_step
 from .._codegen.triton_values import IMPORTS
 from .._ir.graph import Builder
 from .._ir.lowering import lower

@@ -33,6 +33,7 @@ import flexsn
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._codegen import triton as render_triton
+from flexsn._codegen import triton_frame
 from flexsn._codegen.language import values
 from flexsn._plan import plan
 from flexsn._program import compiled as compiling
@@ -132,7 +133,7 @@ def test_golden(name, update_golden):
     if update_golden:
         path.write_text(text)
     assert text == path.read_text()
-    assert text.isascii() and kernel_names(text)[-1] == render_triton.kernel_name(plans(core)[kernel])
+    assert text.isascii() and kernel_names(text)[-1] == triton_frame.kernel_name(plans(core)[kernel])
 
 
 def kernel_names(text):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsn._codegen import triton as render_triton
+from flexsn._codegen import triton_frame
 from flexsn._plan.plan import KernelPlan
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._runtime import disk_cache as launch_cache
@@ -98,11 +98,11 @@ def on_gpu(many: bool) -> Iterator[None]:
     divisions of gradients, whose error the bounds of rounding errors do not know."""
     before = triton_tiles.CLASSES, triton_tiles.WIDE, launch_triton.Kernel._expect_others
     triton_tiles.CLASSES, launch_triton.Kernel._expect_others = (), lambda *args: None  # type: ignore[assignment, method-assign]
-    smooth, render_triton.smooth = render_triton.smooth, lambda graph: set()
+    smooth, triton_frame.smooth = triton_frame.smooth, lambda graph: set()
     if many:
         triton_tiles.WIDE = 0
     try:
         yield
     finally:
         triton_tiles.CLASSES, triton_tiles.WIDE, launch_triton.Kernel._expect_others = before  # type: ignore[method-assign]
-        render_triton.smooth = smooth
+        triton_frame.smooth = smooth

@@ -339,3 +339,13 @@ def test_compiled(core, grad):
         found.append((*values, *(torch.autograd.grad([y.sum() for y in values], given) if grad else ())))
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)], ids=["numbers", "rows"])
+def test_parts_of_a_param_are_found_at_one_index(shape):
+    """Each index of its own made the builds of 64 branches three times as long."""
+    x, d, v, w = torch.zeros(4, 5, 2), torch.zeros(5, 2, 3), torch.zeros(5, 2), torch.ones(shape, requires_grad=True)
+    report = flexsn.explain(dendrites, x, states=[d, v], params=[w], backend="triton", measure=False)
+    sources = [kernel.source for kernel in report.passes.values()]
+    assert len(sources) >= 2 and all(source.count("math.index") == 1 for source in sources)
+    assert all(source.count("_seq + p0_at, mask=mask") == 3 for source in sources)
