@@ -1,13 +1,15 @@
 """Recurrent LIF layers: `python benchmarks/recurrent.py --json out.json`, on a GPU with `--device cuda`.
 
 `flexsn.Recurrent(LIF, Linear)` and the same step in a plain loop over `x.unbind(0)` take turns, inference and training steps, at several
-widths and rates of spikes; `nn.RNN` (tanh) of the same size beside them. Then a network as for SHD: 700 inputs, 256 recurrent ALIF, 20
+widths and rates of spikes; beside them the layer without the replay of its walks (`_program/replay.py`), and `nn.RNN` (tanh) of the same
+size. Then a network as for SHD: 700 inputs, 256 recurrent ALIF, 20
 outputs, 100 steps, batch 64, whose training step includes the optimizer's; compiled, too. Results are compared first.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import json
 import os
@@ -17,11 +19,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import flexsn
+from flexsn._program import replay
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measure import machine
@@ -43,12 +47,25 @@ class Plain(nn.Module):
         return torch.stack(found)
 
 
+class WrittenDown(nn.Module):
+    """The recurrent layer, whose walks over time are written down in every call in place of being replayed."""
+
+    def __init__(self, layer: flexsn.Recurrent):
+        super().__init__()
+        self.layer = copy.deepcopy(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with mock.patch.object(replay.Kinds, "_noted", lambda *_: replay._SEEN):
+            return self.layer(x)
+
+
 def in_turns(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
-    """Return median and best seconds of each, run in turns."""
+    """Return median and best seconds of each, run in turns; each follows each of the others as often, whose threads may still spin."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     for turn in range(repeats + 2):
-        for name, run in runs.items():
+        order = [*runs.items()][:: 1 if turn % 2 else -1]
+        for name, run in order[turn // 2 % len(order) :] + order[: turn // 2 % len(order)]:
             begin = time.perf_counter()
             run()
             wait()
@@ -89,7 +106,7 @@ def layer_case(T: int, batch: int, hidden: int, drive: float, device: str, repea
 
         return inner
 
-    runs = {"flexsn": layer, "loop": plain, "nn.RNN": rnn}
+    runs = {"flexsn": layer, "written down": WrittenDown(layer), "loop": plain, "nn.RNN": rnn}
     return {
         "T": T, "batch": batch, "hidden": hidden, "rate": spikes.mean().item(), "equal_spikes": same,
         "inference": with_ratios(in_turns({name: infer(run) for name, run in runs.items()}, repeats)),

@@ -21,9 +21,9 @@ from torch import Tensor
 from .._torch.cuda import gpu_allocator
 from ..errors import OperandTypeError
 
-LEAST = 4 << 20  # bytes of a block: smaller ones are the C library's
+LEAST = 1 << 20  # bytes of a block: smaller ones are the C library's
 MOST = min(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)
-_PAGE = 2 << 20  # blocks of whole huge pages
+_HUGE = 2 << 20  # blocks of at least a huge page are whole ones, smaller ones eighths
 _free: list[mmap.mmap] = []  # oldest first. List methods are atomic; a finalizer may run between any two of them
 
 
@@ -40,7 +40,8 @@ def allocator(device: torch.device, shape: Sequence[int], strides: Sequence[int]
 def _from_block(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
     count = math.prod(shape)
     size = count * dtype.itemsize
-    block = _take(size) or _fresh(-(-size // _PAGE) * _PAGE)
+    page = _HUGE if size >= _HUGE else _HUGE // 8
+    block = _take(size, page) or _fresh(-(-size // page) * page)
     view = memoryview(block)  # the tensor's storage holds it
     weakref.finalize(view, _give, block).atexit = False
     return torch.frombuffer(view, dtype=dtype, count=count).as_strided_(tuple(shape), tuple(strides))
@@ -85,10 +86,10 @@ def _fresh(size: int) -> mmap.mmap:
         raise MemoryError(f"flexsn: no memory for a result of {size} bytes ({error.strerror})") from None
 
 
-def _take(size: int) -> mmap.mmap | None:
-    """The latest free block of at least `size` bytes, and at most a quarter more."""
+def _take(size: int, page: int) -> mmap.mmap | None:
+    """The latest free block of at least `size` bytes, and at most a quarter, or a page, more."""
     for block in reversed(_free.copy()):
-        if size <= len(block) <= size + max(size // 4, _PAGE):
+        if size <= len(block) <= size + max(size // 4, page):
             with contextlib.suppress(ValueError):  # another thread took it
                 _free.remove(block)
                 return block

@@ -7,8 +7,10 @@ from torch.nn.functional import layer_norm, linear
 
 import flexsn
 from flexsn import surrogate
+from flexsn._operator.mixing import cpp_walk
 from flexsn._operator.mixing.cpp_walk import Walk
 from flexsn._operator.mixing.mixing_calls import MixingFunction, Run, moves
+from flexsn._program.replay import Kinds
 
 pytestmark = on_cpu
 f64 = torch.float64
@@ -95,17 +97,15 @@ CASES = {
 
 @pytest.fixture
 def walked(monkeypatch):
-    """The walks that ran, over memory that holds NaN before it is written to."""
-    found, own, new = [], Walk.run, Walk.new
+    """The walks that were written down and ran, over memory that holds NaN before it is written to."""
+    found, own, fresh = [], Walk.kernel_of, cpp_walk.allocator
 
-    def poisoned(self, width, rows, dtype=None):
-        made = new(self, width, rows, dtype)
-        if made.tensor.is_floating_point():
-            made.tensor.fill_(torch.nan)
-        return made
+    def poisoned(*args):
+        make = fresh(*args)
+        return lambda: make().fill_(torch.nan)
 
-    monkeypatch.setattr(Walk, "new", poisoned)
-    monkeypatch.setattr(Walk, "run", lambda self, *, back: (found.append(back), own(self, back=back))[1])
+    monkeypatch.setattr(cpp_walk, "allocator", poisoned)
+    monkeypatch.setattr(Walk, "kernel_of", lambda self, *, back: (found.append(back), own(self, back=back))[1])
     return found
 
 
@@ -114,11 +114,56 @@ def walked(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_eager_loop(name, T, batch, sequences, walked):
     core, count, params = CASES[name]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(T, *batch, H, generator=generator, dtype=f64)
-    states = [torch.rand(*batch, H, generator=generator, dtype=f64) for _ in range(count)]
+    x, states = operands(T, batch, count)
     check_mixing(core, [x], states, params, scale=10, sequences=sequences)
     assert walked == [False, True]
+
+
+def operands(T, batch, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, *batch, H, generator=generator, dtype=f64)
+    return x, [torch.rand(*batch, H, generator=generator, dtype=f64) for _ in range(count)]
+
+
+@pytest.mark.parametrize("sequences", [False, True], ids=["outputs", "state sequences"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_third_call_of_a_kind_replays(name, sequences, walked):
+    """On its own values: inputs, states and weights are others in each call."""
+    core, count, params = CASES[name]
+    for seed in range(4):
+        x, states = operands(6, (3,), count, seed)
+        check_mixing(core, [x], states, [p * (1 - 0.1 * seed) for p in params], scale=10, sequences=sequences)
+    assert walked == [False, True, False, False, True, True]  # the second call's once more, noted
+
+
+def test_operands_that_are_the_same_tensor_are_another_kind(walked):
+    """What was noted for two states that lie in one place would take the first for both."""
+    core, _, params = CASES["feedback"]
+    x, (v, u, z) = operands(5, (3,), 3)
+    for _ in range(3):
+        check_mixing(core, [x], [v, v, z], params, scale=10)
+    for _ in range(3):
+        check_mixing(core, [x], [v, u, z], params, scale=10)
+    assert walked == [False, True, False, False, True, True] * 2
+
+
+def test_other_numbers_of_steps_are_other_kinds(walked):
+    core, count, params = CASES["lstm"]
+    for T in (3, 5, 3, 5, 3, 5):
+        x, states = operands(T, (3,), count, seed=T)
+        check_mixing(core, [x], states, params, scale=10)
+    assert walked == [False, True] * 2 + [False, False, True, True] * 2
+
+
+def test_few_kinds_are_kept(monkeypatch):
+    core, count, params = CASES["lstm"]
+    kept, own = [], Kinds._noted
+    monkeypatch.setattr(Kinds, "most", 4)
+    monkeypatch.setattr(Kinds, "_noted", lambda *args: kept.append(1) or own(*args))
+    for T in (*range(2, 12), 11):
+        x, states = operands(T, (2,), count)
+        check_mixing(core, [x], states, params, scale=10)
+    assert len(kept) == 2  # forward and backward of the last
 
 
 def test_what_it_has_no_op_for_walks_in_python(walked):

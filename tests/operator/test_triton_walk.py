@@ -12,20 +12,23 @@ import flexsn
 from flexsn import surrogate
 from flexsn._operator.mixing.cpp_walk import CannotWalk
 from flexsn._operator.mixing.triton_walk import Tile, TritonWalk, tile_for
+from flexsn._program.replay import Kinds
 
 T = 6
 
 
 @pytest.fixture
 def walked(monkeypatch):
-    """The texts of the kernels that walked."""
-    found, run = [], TritonWalk.run
+    """The texts of the kernels that walked, each of which was written down."""
+    found, own = [], TritonWalk.kernel_of
+    monkeypatch.setattr(Kinds, "_noted", lambda *args: "not yet")
 
     def noted(self, *, back):
-        run(self, back=back)
+        kernel = own(self, back=back)
         found.append(self.source.text("recurrence", back=back))
+        return kernel
 
-    monkeypatch.setattr(TritonWalk, "run", noted)
+    monkeypatch.setattr(TritonWalk, "kernel_of", noted)
     return found
 
 
@@ -87,6 +90,18 @@ def test_as_the_eager_loop(name, width, batch, walked):
     states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products") else 1)]
     check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
     assert ["walk back" in text for text in walked] == [False, True]
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_the_third_call_of_a_kind_replays(name, monkeypatch):
+    """On its own values: inputs, states and weights are others in each call."""
+    found, own, (width, batch) = [], TritonWalk.kernel_of, (12, 4)
+    monkeypatch.setattr(TritonWalk, "kernel_of", lambda self, *, back: (found.append(back), own(self, back=back))[1])
+    for seed in range(4):
+        torch.manual_seed(seed)
+        states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products") else 1)]
+        check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
+    assert found == [False, True, False, False, True, True]  # the second call's once more, noted
 
 
 def beside(x, v, s, w):

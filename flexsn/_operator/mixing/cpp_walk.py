@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._ir.roles import Kind, Role
+from ..._program.replay import Fresh, Launcher
 from ..._runtime import cpp_kernel
 from ..._runtime.fork import num_threads
 from ..._runtime.launch import Launch
@@ -60,10 +62,6 @@ class Array:
         first = None if self.first is None else self.first[:, at : at + width]
         return Array(self.tensor[..., at : at + width], self.kind, first)
 
-    def pointers(self) -> tuple[int, int]:
-        """Return the addresses of the rows, and of the one at step 0 if it lies apart."""
-        return self.tensor.data_ptr(), 0 if self.first is None else self.first.data_ptr()
-
     def strides(self) -> tuple[int, int, int]:
         """Return bytes from step to step and from sequence to sequence, and the kind."""
         size, t = self.tensor.element_size(), self.tensor
@@ -77,16 +75,22 @@ class Rows:
         T: steps.
         lead: dims of a step before the last one.
         dtype: of all that ops but kernels take.
+        fresh: calls what allocates a tensor.
     """
 
     array: type[Array] = Array
 
-    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, device: torch.device):
-        self.T, self.lead, self.dtype, self.device, self.sequences = T, tuple(lead), dtype, device, math.prod(lead)
+    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, device: torch.device, fresh: Fresh = operator.call):
+        self.T, self.lead, self.dtype, self.device, self.sequences, self.fresh = T, tuple(lead), dtype, device, math.prod(lead), fresh
 
     def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
-        """Return an array with memory of its own."""
-        return self.array(torch.empty((rows, self.sequences, width), dtype=dtype or self.dtype, device=self.device))
+        """Return an array with memory of its own; on a CPU that which earlier ones left, if it is large."""
+        shape = rows, self.sequences, width
+        return self.array(self.fresh(allocator(self.device, shape, dense_strides(shape), dtype or self.dtype)))
+
+    def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
+        """Return the tensors that the kernel of the walk takes, and what runs it over such tensors."""
+        raise NotImplementedError
 
     def rows_of(self, sequence: Tensor, width: int) -> Array:
         """Return a sequence `[T, *step]`, as wide as it is or broadcast."""
@@ -111,18 +115,12 @@ class Rows:
 class Walk(Rows):
     """A list of ops, written one after the other; arguments as of `Rows`."""
 
-    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype):
-        super().__init__(T, lead, dtype, torch.device("cpu"))
+    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, fresh: Fresh = operator.call):
+        super().__init__(T, lead, dtype, torch.device("cpu"), fresh)
         self.arrays: list[Array] = []
         self.ops: list[list[int]] = []
-        self.pointers: list[int] = []
-        self.kept: list[Any] = []  # what pointers lead to
+        self.pointers: list[Tensor | tuple[int, Any]] = []  # or an address, and what keeps it good
         self.widest = 1
-
-    def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
-        """Return an array, in memory that earlier ones left if it is large."""
-        shape = rows, self.sequences, width
-        return Array(allocator(self.device, shape, dense_strides(shape), dtype or self.dtype)())
 
     def place(self, array: Array | None) -> int:
         """Return the number under which ops name an array; -1 of none."""
@@ -135,10 +133,9 @@ class Walk(Rows):
         self.widest = max(self.widest, array.width if not array.param else 1)
         return len(self.arrays) - 1
 
-    def pointer(self, address: int | None, keeps: Any) -> int:
-        """Return the number under which ops name an address, which is good as long as `keeps` lives."""
-        self.kept.append(keeps)
-        self.pointers.append(address or 0)
+    def pointer(self, address: Tensor | tuple[int, Any]) -> int:
+        """Return the number under which ops name an address."""
+        self.pointers.append(address)
         return len(self.pointers) - 1
 
     def weights(self, tensor: Tensor | None) -> int:
@@ -146,7 +143,7 @@ class Walk(Rows):
         dense = None if tensor is None else tensor.detach().contiguous()
         if dense is not None and dense.dtype is not self.dtype:
             raise CannotWalk("weights are of another dtype than values")
-        return -1 if dense is None else self.pointer(dense.data_ptr(), dense)
+        return -1 if dense is None else self.pointer(dense)
 
     # --- ops ------------------------------------------------------------------------------------------------------------------
     def kernel(
@@ -177,7 +174,7 @@ class Walk(Rows):
             found.append(array)
         code = ctypes.cast(launch.kernel.run_pointer, ctypes.c_void_p).value
         numbers = ctypes.cast(ctypes.c_char_p(launch.kernel.numbers), ctypes.c_void_p).value
-        functions = self.pointer(code, launch), self.pointer(numbers, launch.kernel.numbers)
+        functions = self.pointer((code or 0, launch)), self.pointer((numbers or 0, launch.kernel.numbers))
         dense = all(array is None or array.dense for array in found)
         self.ops.append([_KERNEL, *functions, width, dense, len(dims), len(found), *dims, *map(self.place, found)])
 
@@ -201,20 +198,26 @@ class Walk(Rows):
         given = [self.weights(t) for t in (norm.weight, norm.eps)]
         self.ops.append([_NORM_BACK, self.place(source), self.place(grad), self.place(target), source.width, *given])
 
-    def run(self, *, back: bool) -> None:
-        """Walk over time."""
-        pointers, dims = list[int](), [len(self.arrays), len(self.ops)]
+    def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
+        taken, dims, loop = list[Tensor | None](), [len(self.arrays), len(self.ops)], cpp_products.loop(self.dtype)
         for array in self.arrays:
-            pointers += array.pointers()
+            taken += [array.tensor, array.first]
             dims += array.strides()
         for op, *rest in self.ops:
             dims += [op, len(rest), *rest]
-        pointers += self.pointers
-        loop = cpp_products.loop(self.dtype)
-        threads = min(num_threads(), self.sequences) if self.T * self.sequences * self.widest >= cpp_products.GRAIN else 1
-        packed = struct.pack(f"={len(pointers)}Q", *pointers), struct.pack(f"={len(dims)}q", *dims)
-        if loop.run_pointer(packed[0], b"", packed[1], self.T, self.sequences, 0, threads, back):
-            raise MemoryError("flexsn: no memory for the scratch rows of a tile")
+        first, fixed = len(taken), self.pointers
+        taken += [p if isinstance(p, Tensor) else None for p in fixed]
+        packed = struct.pack(f"={len(dims)}q", *dims)
+        parallel, T, sequences = self.T * self.sequences * self.widest >= cpp_products.GRAIN, self.T, self.sequences
+
+        def launch(tensors: Sequence[Tensor | None]) -> None:
+            pointers = [0 if t is None else t.data_ptr() for t in tensors]
+            pointers[first:] = [p[0] if type(p) is tuple else own for p, own in zip(fixed, pointers[first:], strict=True)]
+            threads = min(num_threads(), sequences) if parallel else 1
+            if loop.run_pointer(struct.pack(f"={len(pointers)}Q", *pointers), b"", packed, T, sequences, 0, threads, back):
+                raise MemoryError("flexsn: no memory for the scratch rows of a tile")
+
+        return taken, launch
 
 
 def static_operands(
@@ -246,4 +249,4 @@ class Norm(NamedTuple):
         given = dict(zip(("normalized_shape", "weight", "bias", "eps"), f.args[1:], strict=False)) | f.kwargs
         if tuple(given["normalized_shape"]) != (width,):
             return None
-        return Norm(given.get("weight"), given.get("bias"), torch.tensor([given.get("eps", 1e-5)], dtype=dtype))
+        return Norm(given.get("weight"), given.get("bias"), torch.full((1,), given.get("eps", 1e-5), dtype=dtype))

@@ -228,6 +228,24 @@ class Loop:
             p: some.new_empty((1, *meta.shape), dtype=meta.dtype) for p in self.mixed for meta in [self.mixing[p[1]].results[p[2]]]
         }
 
+    def pull_fixed(self, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], flows: Mapping[Place, Tensor]) -> None:
+        """Find the gradients of the fixed tensors of calls that are no products, of all steps.
+
+        Args:
+            computed, trail: as of `backward`.
+            flows: cotangents of what the calls give, among others.
+        """
+        for j in self.piece.calls:
+            if self.mix[j].weights is not None or not any(self.needs[j]):
+                continue
+            (place,) = self.mixing[j].operands
+            if place[0] == "v":
+                operand = torch.cat([self.start[place[1]].unsqueeze(0), trail[place[1]][:-1]])
+            else:
+                operand = computed[place] if place in computed else self.known[place]
+            _, *found = self.mix[j].pulled([operand], [flows[self.results_of[j][0]]], self.needs[j])
+            self.of_fixed |= {(j, n): g for n, g in enumerate(found) if g is not None}
+
     @torch.no_grad()
     def forward(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
         """Walk over time; return what the recurrence gives `[T, ...]`, and the final states.

@@ -10,7 +10,9 @@ What it gains, on an H100, 1,000 steps of 64 sequences of 256 recurrent LIF, bes
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +22,10 @@ from torch import Tensor
 from ..._codegen.language import values
 from ..._codegen.triton_walk import WalkSource
 from ..._ir.roles import Kind, Role
+from ..._program.replay import Fresh, Launcher
 from ..._runtime import triton_kernel
 from ..._runtime.launch import Launch
+from ..._torch.cuda import current_stream, triton_launch
 from ..call import Call
 from .cpp_walk import BEFORE, OTHER_SLOT, SLOT, Array, CannotWalk, Norm, Rows, static_operands
 
@@ -40,8 +44,8 @@ class TritonWalk(Rows):
 
     array = WholeRows
 
-    def __init__(self, device: torch.device, T: int, lead: Sequence[int], dtype: torch.dtype):
-        super().__init__(T, lead, dtype, device)
+    def __init__(self, device: torch.device, T: int, lead: Sequence[int], dtype: torch.dtype, fresh: Fresh = operator.call):
+        super().__init__(T, lead, dtype, device, fresh)
         self.source, self.widths = WalkSource(), set[int]()
         if dtype is not torch.float32:
             raise CannotWalk("values are not float32")
@@ -103,7 +107,7 @@ class TritonWalk(Rows):
         if any(t is not None and t.dtype is not self.dtype for t in (w, bias)):
             raise CannotWalk("weights are of another dtype than values")
         bias = None if bias is None else bias.detach().contiguous()
-        scratch = torch.empty((2, self.sequences, source.width), dtype=self.dtype, device=self.device)
+        scratch = self.new(source.width, 2).tensor
         found = self.source.product(self.read(source), scratch, w.detach().contiguous(), bias)
         self.write(target, self.source.sum(self.read(target), found) if adds else found)
 
@@ -117,19 +121,44 @@ class TritonWalk(Rows):
     def norm_back(self, source: Array, grad: Array, target: Array, norm: Norm) -> None:
         raise CannotWalk("a norm has no op there")
 
-    def run(self, *, back: bool) -> None:
-        """Walk over time."""
+    def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         if len(self.widths) > 1:
             raise CannotWalk("values differ in width")
-        (width,), source = self.widths, self.source
-        tile = tile_for(self.sequences, width, _processors(self.device))
-        counters = torch.zeros(32 * tile.groups, dtype=torch.int32, device=self.device)
+        (width,), arguments = self.widths, list(self.source.arguments.values())
+        places = [n for n, value in enumerate(arguments) if isinstance(value, Tensor)]
+        taken: list[Tensor | None] = [arguments[n] for n in places]
+        others, device = [None if isinstance(value, Tensor) else value for value in arguments], self.device
+        tile = tile_for(self.sequences, width, _processors(device))
+        function = _function(self.source.text("recurrence", back=back))
+        constants = width, _padded(width), min(128, _padded(width)), tile.rows, tile.columns, tile.parts
         options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False, "launch_cooperative_grid": tile.parts > 1}
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else triton_kernel.interpreting():
-            _function(source.text("recurrence", back=back))[tile.groups, tile.parts](
-                *source.arguments.values(), counters, self.T, self.sequences, H=width, KP=_padded(width), KB=min(128, _padded(width)),
-                BB=tile.rows, HC=tile.columns, PROGRAMS=tile.parts, PRODUCTS=3 if _as_tf32() else 6, **options,
-            )  # fmt: skip
+        sizes = self.T, self.sequences
+        built: dict[int, tuple] = {}  # by the number of products, for aligned tensors: what launches, and first arguments
+
+        def launch(tensors: Sequence[Tensor | None]) -> None:
+            given, products = [*others], 3 if _as_tf32() else 6
+            for n, tensor in zip(places, tensors, strict=True):
+                given[n] = tensor
+            with _on(device):
+                given += [torch.zeros(32 * tile.groups, dtype=torch.int32, device=device), *sizes, *constants, products]
+                aligned = device.type == "cuda" and not any(t.data_ptr() % 16 for t in tensors if t is not None)
+                if aligned and products in built:
+                    run, kernel, *first = built[products]  # past Triton's look at all arguments
+                    run(tile.groups, tile.parts, 1, current_stream(device.index), kernel, *first, *given)
+                    return
+                binary = function[tile.groups, tile.parts](*given, **options)
+                if aligned:
+                    run, between = triton_launch(binary)
+                    built[products] = run, binary.function, *between, binary.packed_metadata, None, None, None
+
+        return taken, launch
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Return what makes a GPU the current one, or lets this thread use the interpreter."""
+    if device.type != "cuda":
+        return triton_kernel.interpreting()
+    return contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 @functools.lru_cache(256)

@@ -16,26 +16,33 @@ fast, and train 3.9 to 6.4 times; a training step of a network as for SHD is 2.4
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._ir.roles import Kind, Role
+from ..._program.replay import Fresh, Kinds, Written
+from ..._torch.fake_tensors import disable_modes
 from ..call import Call
 from . import cpp_products, triton_walk
 from .cpp_walk import BEFORE, OTHER_SLOT, Array, CannotWalk, Norm, Walk
 from .mixing_calls import Place, Run, moves
 
 Sequences = dict[Place, Tensor]
+Walked = tuple[Sequences, dict[int, Tensor]]  # and states, or what flows to them
 
 
-def forward(loop: Any, *, keeps: bool) -> tuple[Sequences, dict[int, Tensor]] | None:
+def forward(loop: Any, *, keeps: bool) -> Walked | None:
     """Walk over time as `Loop.forward` does; None if that cannot be."""
     reasons = list[str]()
     for language, make in _walks(loop):
-        found = _once(loop, ("forward", language, keeps), functools.partial(_Forward, loop, make, keeps))
+
+        def walk(fresh: Fresh, make: Callable[..., Any] = make) -> Written:
+            return _Forward(loop, make, fresh, keeps).run()
+
+        found = _run(loop, ("forward", language, keeps), [], walk)
         if not isinstance(found, CannotWalk):
             loop.note(f"in {language}")
             return found
@@ -47,28 +54,38 @@ def forward(loop: Any, *, keeps: bool) -> tuple[Sequences, dict[int, Tensor]] | 
 def backward(
     loop: Any, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], grads: Mapping[Place, Tensor | None],
     ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None],
-) -> tuple[Sequences, dict[int, Tensor]] | None:  # fmt: skip
+) -> Walked | None:  # fmt: skip
     """Walk back over time as `Loop.backward` does; None if that cannot be."""
+    given = [t for group in (computed, trail, grads, ends, trails) for t in group.values()]
+    what = "backward", tuple([p for p, g in grads.items() if g is not None])
     for language, make in _walks(loop):
-        given = tuple([p for p, g in grads.items() if g is not None])
-        steps = functools.partial(_Backward, loop, make, computed, trail, grads)
-        found = _once(loop, ("backward", language, given), steps, ends, trails)
+
+        def walk(fresh: Fresh, make: Callable[..., Any] = make) -> Written:
+            return _Backward(loop, make, fresh, computed, trail, grads).run(ends, trails)
+
+        found = _run(loop, (*what, language), given, walk)
         if not isinstance(found, CannotWalk):
+            loop.pull_fixed(computed, trail, found[0])
             return found
     return None
 
 
-def _once(loop: Any, what: tuple, steps: Callable[[], Any], *args: Any) -> Any:
-    """Return what a walk finds, or why it cannot be, which is looked for once for a kind of calls."""
-    kinds = [(t.shape[1:], t.dtype) for t in loop.known.values()] + [(t.shape, t.dtype) for t in loop.start.values()]
-    kinds += [(t.shape, t.dtype) for t in loop.fixed_tensors().values()]
-    key, known = ("walk", loop.number, *what, loop.given.autocast, *kinds), loop.given.look.over_parts
-    if key not in known:
-        try:
-            return steps().run(*args)
-        except CannotWalk as error:
-            known[key] = CannotWalk(*error.args)  # without frames
-    return known[key]
+def _run(loop: Any, what: tuple, given: Sequence[Tensor | None], write_down: Callable[[Fresh], Written]) -> Walked | CannotWalk:
+    """Return what a walk finds, or why it cannot be.
+
+    Args:
+        what: of the loop.
+        given: tensors that the walk takes beside those of the loop.
+        write_down: does that.
+    """
+    taken = [*loop.known.values(), *loop.start.values(), *loop.fixed_tensors().values(), *given]
+    kinds = loop.given.look.over_parts.setdefault("walks", Kinds())
+    try:
+        found, (places, numbers, views) = kinds.run((loop.number, *what, loop.given.autocast, loop.device), taken, write_down, CannotWalk)
+    except CannotWalk as error:
+        return error
+    loop.views |= views
+    return dict(zip(places, found, strict=False)), dict(zip(numbers, found[len(places) :], strict=True))
 
 
 def _walks(loop: Any) -> list[tuple[str, Callable[..., Any]]]:
@@ -88,13 +105,13 @@ class _Steps:
         values: where those lie that the loop computes.
     """
 
-    def __init__(self, loop: Any, make: Callable[..., Any]):
+    def __init__(self, loop: Any, make: Callable[..., Any], fresh: Fresh):
         start, metas = next(iter(loop.start.values())), [meta for j in loop.piece.calls for meta in loop.mixing[j].results]
         dtype, lead = metas[0].dtype, start.shape[:-1]
         metas += loop.start.values()
         if dtype not in cpp_products.DTYPES or not start.dim() or any(m.dtype is not dtype or m.shape[:-1] != lead for m in metas):
             raise CannotWalk("values differ in dtype or in dims before the last, or are neither float32 nor float64")
-        self.loop, self.walk, self.rows = loop, make(loop.T, lead, dtype), loop.first_rows()
+        self.loop, self.walk, self.rows = loop, make(loop.T, lead, dtype, fresh), loop.first_rows()
         self.values: dict[Place, Array] = {}
 
     def reads(self, step: Any, call: Call) -> tuple[dict[Role, Array], int]:
@@ -116,7 +133,8 @@ class _Steps:
                 raise CannotWalk("values differ in dtype")
         kind = f.weights if f.autocast is None else None
         kind = kind if kind is not None else Norm.of(f, sources[0].width, self.walk.dtype)
-        kind = kind if kind is not None else moves(f, self.walk.lead, [source.width for source in sources])
+        with disable_modes():  # what finds it out on numbers is nothing to be noted
+            kind = kind if kind is not None else moves(f, self.walk.lead, [source.width for source in sources])
         if kind is None:
             raise CannotWalk(f"`{self.loop.mixing[j].name}` has no op there" if f.autocast is None else "products follow autocast")
         return sources, kind
@@ -130,8 +148,8 @@ class _Steps:
 class _Forward(_Steps):
     """A walk; `keeps` as `Loop.forward` has it."""
 
-    def __init__(self, loop: Any, make: Callable[..., Any], keeps: bool):
-        super().__init__(loop, make)
+    def __init__(self, loop: Any, make: Callable[..., Any], fresh: Fresh, keeps: bool):
+        super().__init__(loop, make, fresh)
         self.keeps, self.after, self.ends = keeps, dict[int, Array](), dict[int, Tensor]()
         self.befores = loop.befores if keeps else []
         for k, start in loop.start.items():
@@ -143,16 +161,17 @@ class _Forward(_Steps):
                 two = self.values["v", k, 0] = self.walk.turns(start, 0)
                 self.after[k], self.ends[k] = Array(two.tensor, OTHER_SLOT), two.tensor[loop.T & 1]
 
-    def run(self) -> tuple[Sequences, dict[int, Tensor]]:
+    def run(self) -> Written:
         loop, walk = self.loop, self.walk
         for stage, steps in zip(loop.piece.stages, loop.steps, strict=True):
             for step in steps:
                 self.segment(step)
             for j in stage.calls:
                 self.call(j)
-        walk.run(back=False)
+        kernel = walk.kernel_of(back=False)
         found = {p: walk.shaped(self.values[p].tensor) for p in (*loop.gives, *(loop.kept if self.keeps else ()))}
-        return found, {k: end.reshape(loop.start[k].shape) for k, end in self.ends.items()}
+        ends = [end.reshape(loop.start[k].shape) for k, end in self.ends.items()]
+        return Written([*found.values(), *ends], ([*found], [*self.ends], {*loop.views}), *kernel)
 
     def segment(self, step: Any) -> None:
         call, statics = step.call(self.rows, trains=False)
@@ -195,10 +214,10 @@ class _Backward(_Steps):
     """
 
     def __init__(
-        self, loop: Any, make: Callable[..., Any], computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor],
+        self, loop: Any, make: Callable[..., Any], fresh: Fresh, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor],
         grads: Mapping[Place, Tensor | None],
     ):  # fmt: skip
-        super().__init__(loop, make)
+        super().__init__(loop, make, fresh)
         self.computed, self.trail, self.grads = computed, trail, grads
         self.rows |= {p: t[:1] for p, t in computed.items()}
         self.values = {p: self.walk.rows_of(t, t.shape[-1]) for p, t in computed.items()}
@@ -220,7 +239,7 @@ class _Backward(_Steps):
                     self.written[whole] = [range(self.width(whole))]
                 self.flow(p).tensor.add_(self.walk.rows_of(given, given.shape[-1]).tensor)
 
-    def run(self, ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None]) -> tuple[Sequences, dict[int, Tensor]]:
+    def run(self, ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None]) -> Written:
         loop, walk, before, last = self.loop, self.walk, dict[int, Array](), (self.loop.T - 1) & 1
         for step in loop.steps[-1]:
             flow, writes = dict[Role, Array](), dict[Role, Array]()
@@ -246,11 +265,11 @@ class _Backward(_Steps):
         for p, array in self.flows.items():
             if p in self.partly or len(set().union(*self.written.get(p, ()))) < array.width:  # a part has no cotangent
                 array.tensor.zero_()
-        walk.run(back=True)
-        self.of_fixed()
-        products = [p for p in loop.mixed if loop.mix[p[1]].weights is not None]
-        found = {p: walk.shaped(self.flow(p).tensor) for p in (*loop.asked, *loop.outer, *products)}
-        return found, {k: walk.shaped(array.tensor) for k, array in fed.items()}
+        kernel = walk.kernel_of(back=True)
+        taken = [p for p in loop.mixed if loop.mix[p[1]].weights is not None or any(loop.needs[p[1]])]
+        found = {p: walk.shaped(self.flow(p).tensor) for p in (*loop.asked, *loop.outer, *taken)}
+        flows = [walk.shaped(array.tensor) for array in fed.values()]
+        return Written([*found.values(), *flows], ([*found], [*fed], {*loop.views}), *kernel)
 
     def width(self, place: Place) -> int:
         return self.values[place].width if place in self.values else self.loop.known[place].shape[-1]
@@ -325,17 +344,3 @@ class _Backward(_Steps):
         self.walk.norm_back(sources[0], self.flow(places[0]), found, kind)
         if adds:
             self.walk.copy(found, target, adds=True)
-
-    def of_fixed(self) -> None:
-        """Find the gradients of weights of norms, of all steps."""
-        loop = self.loop
-        for j in loop.piece.calls:
-            if loop.mix[j].weights is not None or not any(loop.needs[j]):
-                continue
-            (place,) = loop.mixing[j].operands
-            if place[0] == "v":
-                operand = torch.cat([loop.start[place[1]].unsqueeze(0), self.trail[place[1]][:-1]])
-            else:
-                operand = self.computed[place] if place in self.computed else loop.known[place]
-            _, *found = loop.mix[j].pulled([operand], [self.walk.shaped(self.flow(loop.results_of[j][0]).tensor)], loop.needs[j])
-            loop.of_fixed |= {(j, n): g for n, g in enumerate(found) if g is not None}
