@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ._capture.signature import PADDED, core_name, make_signature
 from ._captured.captured_values import CapturedValues, look
 from ._operator.dispatch import run_core
-from ._operator.streaming import in_pieces, scan_pieces
+from ._operator.streaming import Shared, in_pieces, scan_pieces
 from ._torch.compiling import outside_dynamo
 from ._torch_compile.core_scan import compile_core
 from .errors import OperandTypeError, PiecesError
@@ -92,11 +92,12 @@ def _scan_in_pieces(
         return tuple(outputs), tuple(finals), tuple(trail)
 
     sig = make_signature(core, len(inputs), len(states), len(params))
-    outputs, finals, trails = scan_pieces(
-        run, sig.core, sig.input_names, inputs, states, reduce,
-        lambda: {f"param {k}": p for k, p in enumerate(params)} | look(core).tensors(), lambda: read,
-        lambda: look(core).fingerprint, lambda: _captured(reduce),
-    )  # fmt: skip
+
+    def tensors() -> dict[str, Tensor]:
+        return {f"param {k}": p for k, p in enumerate(params)} | look(core).tensors()
+
+    shared = Shared(tensors, read, lambda: look(core).fingerprint, lambda: _captured(reduce))
+    outputs, finals, trails = scan_pieces(run, sig.core, sig.input_names, inputs, states, reduce, shared)
     return ScanResult(outputs, trails if store_state_seqs else finals)  # type: ignore[arg-type]  # lists of tensors, as documented
 
 

@@ -16,7 +16,7 @@ from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta, Trace
 from flexsn._captured.captured_values import look
 from flexsn._codegen import cpp as render_cpp
-from flexsn._program.cache import program_for
+from flexsn._program.cache import Source, program_for
 from flexsn._program.compiled import Program
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +43,7 @@ def stages(core) -> dict[str, str]:
     """The printed form of every stage, by name."""
     sig = make_signature(core, 1, 1, 0)
     program: Program
-    program, _ = program_for("cpp", core, look(core), sig, [Meta((512,), torch.float32), None], torch.device("cpu"), {}, None)
+    program, _ = program_for("cpp", Source(core, {}, look(core), sig, torch.device("cpu")), [Meta((512,), torch.float32), None])
     vjp = program.differentiate(core, {})
     forward = program.forward_plan((torch.float32,), True, False)
     backward = program.backward_plan((torch.float32,), ("gx0",), ("gy0",))

@@ -48,14 +48,16 @@ from .mixing.default_states import DefaultStates, default_states
 from .mixing.precision import precise
 from .mixing.recurrence import Given
 from .mixing.run import run_mixing
-from .prepare import PLAIN, prepare, refuse_freed, stand_in
+from .prepare import PLAIN, CoreCall, prepare, refuse_freed, stand_in
+
+Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences (if asked for), outputs
 
 
 @unseen_by_dynamo
 def run_core(
     core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], *,
     backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+) -> Results:  # fmt: skip
     """Run a call as calls of its kind before it, or check it, choose a backend, and compile it.
 
     Returns:
@@ -101,49 +103,54 @@ def run_core(
         return list(results[outs:ends]), list(results[ends:]), list(results[:outs])
     if torch.jit.is_tracing():  # type: ignore[attr-defined]  # it is there; sizes of tensors are tensors then
         raise torchscript_refused(core)
-    options: dict[str, Any] = {"backend": backend, "strict": strict, "sequences": sequences, "num_outputs": num_outputs}
+    sig = seen.signatures.get(counts)
+    if sig is None:
+        check_backend(backend, core_name(core))
+        sig = seen.signatures[counts] = make_signature(core, *counts)
+    asked = CoreCall(core, seen, sig, inputs, states, params, captured, num_outputs, backend, strict, sequences)
     with fork.undisturbed() if fork.disturbed() else contextlib.nullcontext():
-        return _run_from_start(core, seen, inputs, states, params, captured, key, **options)
+        return _run_from_start(asked, key)
 
 
 _NOT_OF_SHAPES = (CannotFuseError, BackendUnavailableError, StaleStateError, FreedGraphError, CarriedStateError)  # of a RuntimeError
 
 
-def _run_from_start(
-    core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...],
-    captured: dict[str, Tensor], key: tuple | None, **options: Any,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+def _run_from_start(asked: CoreCall, key: tuple | None) -> Results:
     """Run a call; keep under `key` where default states start, if that is not where the inputs' shape says."""
-    known = seen.over_parts.get(key)
+    known = asked.seen.over_parts.get(key)
     if isinstance(known, DefaultStates):
-        return run_core(core, seen, inputs, known.filled(inputs, states), params, **options)
+        return _again(asked, known)
     try:
-        return _run_first(core, seen, inputs, states, params, captured, key, **options)
+        return _run_first(asked, key)
     except (RuntimeError, ShapeMismatchError, StateMismatchError) as error:
-        if all(v is not None for v in states) or isinstance(error, _NOT_OF_SHAPES):
+        if all(v is not None for v in asked.states) or isinstance(error, _NOT_OF_SHAPES):
             raise
         cause = error
-    starts = _other_starts(cause, core, seen, inputs, states, params)
+    starts = _other_starts(cause, asked)
     try:
-        results = run_core(core, seen, inputs, starts.filled(inputs, states), params, **options)
+        results = _again(asked, starts)
     except (StateMismatchError, ShapeMismatchError):
         raise cause from None
-    _keep(seen.over_parts, key, starts)
+    _keep(asked.seen.over_parts, key, starts)
     return results
 
 
-def _other_starts(
-    error: Exception, core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
-    params: tuple[Tensor, ...],
-) -> DefaultStates:  # fmt: skip
+def _again(asked: CoreCall, starts: DefaultStates) -> Results:
+    """Run a call whose default states start elsewhere."""
+    options = {"strict": asked.strict, "sequences": asked.sequences, "num_outputs": asked.num_outputs}
+    states = starts.filled(asked.inputs, asked.states)
+    return run_core(asked.core, asked.seen, tuple(asked.inputs), states, tuple(asked.params), backend=asked.backend, **options)
+
+
+def _other_starts(error: Exception, asked: CoreCall) -> DefaultStates:
     """Return where default states start that are not of the inputs' shape.
 
     Raises:
         Exception: the `error` of states of that shape, if the core runs on no other, or it cannot be found on which; then a note says so.
     """
-    sig = seen.signatures.get((len(inputs), len(states), len(params)))
+    inputs = asked.inputs
     try:
-        found = default_states(seen.runnable(core), sig, inputs, states, params) if sig is not None and inputs[0].dim() else None
+        found = default_states(asked.seen.runnable(asked.core), asked.sig, inputs, asked.states, asked.params) if inputs[0].dim() else None
     except ShapeMismatchError as other:
         if isinstance(error, RuntimeError) and not hasattr(error, "__notes__"):  # the core did not run on states of the inputs' shape
             error.add_note(f"{other.reason}. {other.hint}")
@@ -162,28 +169,19 @@ def _step_of(inputs: Sequence[Tensor]) -> tuple[int, ...] | None:
         return None
 
 
-def _run_first(
-    core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...],
-    params: tuple[Tensor, ...], captured: dict[str, Tensor], key: tuple | None, *, backend: str, strict: bool, sequences: bool,
-    num_outputs: int | None,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+def _run_first(asked: CoreCall, key: tuple | None) -> Results:
     """Check a call, choose a backend, run; keep under `key` how."""
-    options: dict[str, Any] = {"backend": backend, "sequences": sequences}
+    core, seen, sig, inputs, states, params, captured, num_outputs, backend, strict, sequences = asked
     known = seen.over_parts.get(key)
     if isinstance(known, CapturedValues):
-        return _run_over_parts(core, known, inputs, states, params, options)
-    tensors = (*inputs, *states, *params, *captured.values())
-    counts = (len(inputs), len(states), len(params))
-    check_backend(backend, core_name(core))
-    if counts not in seen.signatures:
-        seen.signatures[counts] = make_signature(core, *counts)
-    sig = seen.signatures[counts]
+        return _run_over_parts(asked, known)
+    check_backend(backend, sig.core)
     check_operands(sig, inputs, states, params)
-    if key is None and sharding.any_dtensor(tensors):
+    if key is None and sharding.any_dtensor(asked.tensors):
         sharding.ready()
-        if sharding.any_dtensor((*inputs, *states, *params)):
+        if sharding.any_dtensor(asked.operands):
             sharding.check_layouts(sig, inputs, states, params)
-    refuse_freed(sig, (*sig.names, *captured), tensors)
+    refuse_freed(sig, (*sig.names, *captured), asked.tensors)
     _refuse_stale(sig, inputs, states)
     why: Exception | None = None  # the eager loop runs, if another backend could be taken
     if backend != "torch":
@@ -191,12 +189,12 @@ def _run_first(
             if isinstance(known, Exception):
                 raise copy.copy(known)
             try:
-                call = prepare(core, seen, sig, inputs, states, params, captured, backend, sequences, num_outputs)
+                call = prepare(asked)
             except (ComplexStepError, NotElementwiseError, ShapeMismatchError) as error:
-                if sharding.any_dtensor(tensors) and not isinstance(error, ComplexStepError):
+                if sharding.any_dtensor(asked.tensors) and not isinstance(error, ComplexStepError):
                     raise
-                return _run_apart(error, key, core, seen, sig, (inputs, states, params), num_outputs, options)
-            results = run_call(call, read_by(call, tensors, captured))
+                return _run_apart(error, key, asked)
+            results = run_call(call, read_by(call, asked.tensors, captured))
         except (CannotFuseError, BackendUnavailableError) as error:
             if backend != "auto" or strict:
                 raise
@@ -207,61 +205,52 @@ def _run_first(
                 _keep(seen.calls, key, call)
             return results
     inputs, states, params = sharding.settled_groups(inputs, states, params)
-    around = sharding.Replicating() if sharding.any_dtensor(tensors) else contextlib.nullcontext()
+    around = sharding.Replicating() if sharding.any_dtensor(asked.tensors) else contextlib.nullcontext()
     named = torch.autograd.profiler.record_function(f"flexsn::{sig.core} loop") if profiler_flag()() else contextlib.nullcontext()
     with around, named, noting("the eager loop", why):
         outputs, finals, state_seqs = eager_loop(seen.runnable(core), sig, inputs, states, params, num_outputs, sequences)
     return finals, state_seqs, outputs
 
 
-def _run_apart(
-    error: FlexSNError, key: tuple | None, core: Callable, seen: CapturedValues, sig: Signature, given: tuple[Any, Any, Any],
-    num_outputs: int | None, options: dict[str, Any],
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+def _run_apart(error: FlexSNError, key: tuple | None, asked: CoreCall) -> Results:
     """Run a call that no kernel takes as it is: by one for parts of its values, or for what is left of it without what mixes neurons.
 
     Args:
         error: why none does.
         key: under which it is kept how.
-        given: inputs, states, params.
 
     Raises:
         CannotFuseError, ShapeMismatchError: why none takes that.
     """
     try:
-        look, results = run_parts(lambda look: _run_over_parts(core, look, *given, options), error, core, seen, sig, *given, num_outputs)
+        look, results = run_parts(lambda look: _run_over_parts(asked, look), error, asked)
     except (CannotFuseError, ShapeMismatchError) as why:
         try:
-            plain = None if options["backend"] == "hop" else key  # whose calls are ops of a graph
-            look = apart_from_mixing(why, plain, core, seen, sig, *given, num_outputs)
-            results = _run_over_parts(core, look, *given, options)
+            look = apart_from_mixing(why, None if asked.backend == "hop" else key, asked)  # whose calls are ops of a graph
+            results = _run_over_parts(asked, look)
         except CannotFuseError as other:
             why = why if isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError) else other
-            _keep(seen.over_parts, key, copy.copy(why))  # which holds no frames, as `why` does
+            _keep(asked.seen.over_parts, key, copy.copy(why))  # which holds no frames, as `why` does
             raise why from None
-    _keep(seen.over_parts, key, look)
+    _keep(asked.seen.over_parts, key, look)
     return results
 
 
-def _run_over_parts(
-    core: Callable, look: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...],
-    options: dict[str, Any],
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+def _run_over_parts(asked: CoreCall, look: CapturedValues) -> Results:
     """Run a call with complex numbers, or an inner dim, by the kernel of the core on their parts, which `look` is a look at."""
+    core, inputs, states, params = asked.core, asked.inputs, asked.states, tuple(asked.params)
     if isinstance(look.wrap, Cut):
         autocast = fork.autocast_dtype(inputs[0].device.type)
-        return run_mixing(run_core, Given(core, look, inputs, states, params, options["backend"], autocast), options["sequences"])
+        return run_mixing(run_core, Given(core, look, inputs, states, params, asked.backend, autocast), asked.sequences)
     layout: PartsLayout = look.wrap
     parts = layout.split(inputs, states)
     look.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
-    finals, trail, outputs = run_core(core, look, *parts, params, strict=True, num_outputs=layout.num_outputs, **options)
-    return layout.states(finals), layout.states(trail) if options["sequences"] else [], layout.outputs(outputs)
+    options = {"backend": asked.backend, "sequences": asked.sequences, "num_outputs": layout.num_outputs}
+    finals, trail, outputs = run_core(core, look, *parts, params, strict=True, **options)
+    return layout.states(finals), layout.states(trail) if asked.sequences else [], layout.outputs(outputs)
 
 
-def apart_from_mixing(
-    error: FlexSNError, key: tuple | None, core: Callable, seen: CapturedValues, sig: Signature, inputs: Sequence[Tensor],
-    states: Sequence[Tensor | None], params: Sequence[Tensor], num_outputs: int | None,
-) -> CapturedValues:  # fmt: skip
+def apart_from_mixing(error: FlexSNError, key: tuple | None, asked: CoreCall) -> CapturedValues:
     """Return a look at what is left of a core without its calls that mix neurons.
 
     Args:
@@ -271,25 +260,25 @@ def apart_from_mixing(
     Raises:
         CannotFuseError: why none takes the rest, or the `error`.
     """
+    seen, sig, num_outputs = asked.seen, asked.sig, asked.num_outputs
     mixes = isinstance(error, ShapeMismatchError) or (isinstance(error, NotElementwiseError) and MIXES in error.reason)
     nowhere = key is None and not isinstance(error, ShapeMismatchError)
-    autocast = fork.autocast_dtype(inputs[0].device.type)
-    loops = autocast is None and any(t is not None and t.dtype in HALF for t in (*inputs, *states, *params))
+    autocast = fork.autocast_dtype(asked.inputs[0].device.type)
+    loops = autocast is None and any(t is not None and t.dtype in HALF for t in asked.operands)
     if not mixes or nowhere or loops or seen.wrap is not None:
         raise error
-    inputs, params = [run.upcast(x) for x in inputs], [run.upcast(p) for p in params]
-    states = [None if v is None else run.upcast(v) for v in states]
+    inputs, params = [run.upcast(x) for x in asked.inputs], [run.upcast(p) for p in asked.params]
+    states = [None if v is None else run.upcast(v) for v in asked.states]
     try:
-        precisely = precise(seen.runnable(core), autocast, sig.num_inputs + sig.num_states)
+        precisely = precise(seen.runnable(asked.core), autocast, sig.num_inputs + sig.num_states)
         _, current = first_step(precisely, sig, inputs, states, params, num_outputs)
     except Exception:  # whatever the core raises: the loop raises it again, where it would run
         raise error from None
     if key is None:
         raise NotElementwiseError("takes operands that do not broadcast, and is called where only a kernel could run", core=sig.core)
     shapes = [*[(x.shape[1:], x.dtype) for x in inputs], *[(v.shape, v.dtype) for v in (*current, *params)]]
-    on_stand_ins, captured = seen.stand_ins(core, stand_in)
-    metas = [Meta(tuple(shape), dtype) for shape, dtype in shapes]
-    cut = cut_for(take_apart, on_stand_ins, seen, sig, metas, inputs[0].device, captured, num_outputs)
+    source = asked.on(*seen.stand_ins(asked.core, stand_in))
+    cut = cut_for(take_apart, source, [Meta(tuple(shape), dtype) for shape, dtype in shapes])
     if not cut.mixing:
         raise error
     over = seen.over_parts.get(cut) or seen.wrapped(cut)  # the same for another T
@@ -300,10 +289,7 @@ def apart_from_mixing(
 Result = TypeVar("Result")
 
 
-def run_parts(
-    runs: Callable[[CapturedValues], Result], error: FlexSNError, core: Callable, seen: CapturedValues, sig: Signature,
-    inputs: Sequence[Tensor], states: Sequence[Tensor | None], params: Sequence[Tensor], num_outputs: int | None,
-) -> tuple[CapturedValues, Result]:  # fmt: skip
+def run_parts(runs: Callable[[CapturedValues], Result], error: FlexSNError, asked: CoreCall) -> tuple[CapturedValues, Result]:
     """Return a look at the core over the parts of complex numbers, or of values with an inner dim, and what `runs` makes of it.
 
     Args:
@@ -312,6 +298,7 @@ def run_parts(
     Raises:
         CannotFuseError, ShapeMismatchError: why none takes the parts, or the `error`.
     """
+    core, seen, sig, inputs, states, params = asked[:6]
     if isinstance(error, ComplexStepError):
         look = seen.wrapped(error.layout)
         return look, runs(look)
@@ -328,7 +315,7 @@ def run_parts(
         )  # fmt: skip
     for outer, has in found:
         try:
-            returned, current = first_step(seen.runnable(core), sig, inputs, states, params, num_outputs)
+            returned, current = first_step(seen.runnable(core), sig, inputs, states, params, asked.num_outputs)
         except Exception:  # whatever the core raises: the loop raises it again, where it would run
             if misfit:
                 raise

@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from .._capture.signature import Signature, step_shape
 from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues
-from .._program.cache import program_for
+from .._program.cache import Source, program_for
 from .._program.captured import Blueprint, Shapes
 from .._program.compiled import Program
 from .._program.dual import Dual
@@ -33,52 +33,86 @@ from .library import TracedCall, exports_to_onnx
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def prepare(
-    core: Callable, seen: CapturedValues, sig: Signature, inputs: Sequence[Tensor], states: Sequence[Tensor | None],
-    params: Sequence[Tensor], captured: dict[str, Tensor], backend: str, sequences: bool, num_outputs: int | None, build: bool = True,
-) -> run.Call:  # fmt: skip
+class CoreCall(NamedTuple):
+    """A call of a core.
+
+    Attributes:
+        seen: what the core captures; `captured`: the tensors among that, by name.
+        states: None for default ones.
+        backend, strict, sequences, num_outputs: as `run_core` has them.
+    """
+
+    core: Callable
+    seen: CapturedValues
+    sig: Signature
+    inputs: Sequence[Tensor]
+    states: Sequence[Tensor | None]
+    params: Sequence[Tensor]
+    captured: dict[str, Tensor]
+    num_outputs: int | None = None
+    backend: str = "auto"
+    strict: bool = False
+    sequences: bool = False
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """Inputs, states and params."""
+        return (*self.inputs, *self.states, *self.params)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Operands, then captured tensors."""
+        return (*self.operands, *self.captured.values())
+
+    @property
+    def metas(self) -> list[Meta | None]:
+        """Of the operands, at one step."""
+        found: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in self.inputs]
+        return found + [None if t is None else Meta(tuple(t.shape), t.dtype) for t in (*self.states, *self.params)]
+
+    def on(self, core: Callable, captured: dict[str, Tensor]) -> Source:
+        """Return what a capture meets: the core on stand-ins, and these."""
+        return Source(core, captured, self.seen, self.sig, self.inputs[0].device, self.num_outputs)
+
+
+def prepare(asked: CoreCall, build: bool = True) -> run.Call:
     """Find or make the program for a call, and `build` its kernels."""
-    tensors, hidden = (*inputs, *states, *params, *captured.values()), transforms_active()
+    sig, tensors, captured, hidden = asked.sig, asked.tensors, asked.captured, transforms_active()
     forward_mode = forward_ad_level() >= 0 and any(t is not None and has_tangent(t) for t in tensors)
     if hidden:
         require(TRANSFORMS)
     _refuse_overriding(sig, (*sig.names, *captured), tensors)
     traced = forward_mode or transforms_or_modes_active() or not all(t is None or is_plain(t) for t in tensors)
-    device = inputs[0].device
-    name = choose_backend(backend, device, sig.core, traced=traced)
-    metas: list[Meta | None] = [Meta(tuple(x.shape[1:]), x.dtype) for x in inputs]
-    metas += [None if v is None else Meta(tuple(v.shape), v.dtype) for v in states]
-    metas += [Meta(tuple(p.shape), p.dtype) for p in params]
+    name = choose_backend(asked.backend, asked.inputs[0].device, sig.core, traced=traced)
     hidden = hidden or forward_mode  # what is differentiated is not seen from here
     records = (records_gradients() or forward_mode) and not exports_to_onnx()
     differentiable = records and any(_may_need_grad(t, hidden) for t in tensors)
 
     def operands(program: Program, trains: bool) -> tuple[tuple[str, ...], tuple[Tensor | None, ...]]:
         read = program.blueprint.captured(vjp=trains)
-        return read, (*inputs, *states, *params, *[captured[n] for n in read])
+        return read, (*asked.operands, *[captured[n] for n in read])
 
     def made(kind: type[run.Call], program: Program, shapes: Shapes) -> run.Call:
         # what a core leads to, and does not read, may be all that needs a gradient
         trains = differentiable and any(_may_need_grad(t, hidden) for t in operands(program, True)[1])
         read, given = operands(program, trains)
-        call = kind(program, shapes, inputs[0].shape[0], (*sig.param_names, *read), sequences, trains, given)
+        call = kind(program, shapes, asked.inputs[0].shape[0], (*sig.param_names, *read), asked.sequences, trains, given)
         if trains:
-            call.source = SourceOf(core, seen, sig)
+            call.source = SourceOf(asked.core, asked.seen, sig)
             call.keep = call.source.keep
         if build and kind is run.Call:
             call.compile(given)
         return call
 
     if traced:
-        return made(TracedCall, *_while_tracing(name, core, seen, sig, metas, device, captured, num_outputs, differentiable))
-    on_stand_ins, stand_ins = seen.stand_ins(core, stand_in)
-    program, shapes = _program(name, on_stand_ins, seen, sig, metas, device, stand_ins, num_outputs, differentiable)
+        return made(TracedCall, *_while_tracing(name, asked, differentiable))
+    program, shapes = _program(name, asked.on(*asked.seen.stand_ins(asked.core, stand_in)), asked.metas, differentiable)
     if not shapes.numel and any(torch.Size(s).numel() for s in (*shapes.outputs, *shapes.states)):
         raise UnsupportedOpError(
             f"returns values although the step shape {list(shapes.step)} has no elements", core=sig.core,
             hint="Leave out the operand without elements, on which they do not depend.",
         )  # fmt: skip
-    return made(TracedCall if backend == "hop" else run.Call, program, shapes)
+    return made(TracedCall if asked.backend == "hop" else run.Call, program, shapes)
 
 
 class SourceOf:
@@ -142,16 +176,13 @@ def prepare_dual(
     return call, operands
 
 
-def _program(
-    name: str, core: Callable, seen: CapturedValues, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
-    captured: dict[str, Tensor], num_outputs: int | None, differentiable: bool,
-) -> tuple[Program, Shapes]:  # fmt: skip
+def _program(name: str, source: Source, metas: Sequence[Meta | None], differentiable: bool) -> tuple[Program, Shapes]:
     """The program for a call, with its VJP if asked for: which may show that a program made for another size does not fit this one."""
     while True:
-        program, shapes = program_for(name, core, seen, sig, metas, device, captured, num_outputs)
+        program, shapes = program_for(name, source, metas)
         if not differentiable:
             return program, shapes
-        program.differentiate(core, captured, seen)
+        program.differentiate(source.core, source.captured, source.seen)
         if program.fits(metas):
             return program, shapes
 
@@ -193,23 +224,21 @@ def stand_in(tensor: Tensor, transformed: bool = False) -> Tensor:
     return torch.nn.Parameter(plain, plain.requires_grad) if isinstance(tensor, torch.nn.Parameter) else plain
 
 
-def _while_tracing(
-    name: str, core: Callable, seen: CapturedValues, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
-    captured: dict[str, Tensor], num_outputs: int | None, differentiable: bool,
-) -> tuple[Program, Shapes]:  # fmt: skip
+def _while_tracing(name: str, asked: CoreCall, differentiable: bool) -> tuple[Program, Shapes]:
     """Find or make the program for a call whose tensors cannot be read: the core runs on stand-ins of captured tensors, and
     symbolic sizes get numbers."""
+    sig, metas = asked.sig, asked.metas
     ins = sig.num_inputs + sig.num_states
     shapes = [m.shape for m in metas[:ins] if m is not None]
     step_shape(sig, shapes)  # which sizes must be equal
     make = functools.partial(stand_in, transformed=transformed())  # asked before the transforms are set aside
     with no_modes():
-        on_stand_ins, plain = seen.stand_ins(core, make)
+        source = asked.on(*asked.seen.stand_ins(asked.core, make))
         made: list[Program] = []
 
         def draw_at(sizes: Sizes) -> Blueprint:
             numbered = [None if m is None else Meta(sizes.of(m.shape, exact=i >= ins), m.dtype) for i, m in enumerate(metas)]
-            made.append(_program(name, on_stand_ins, seen, sig, numbered, device, plain, num_outputs, differentiable)[0])
+            made.append(_program(name, source, numbered, differentiable)[0])
             return made[-1].blueprint
 
         settle_sizes(draw_at, shapes)

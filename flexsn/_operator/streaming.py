@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,18 +36,26 @@ def in_pieces(x: Any) -> bool:
     return hasattr(x, "__iter__") or (hasattr(x, "__len__") and hasattr(x, "__getitem__"))
 
 
+class Shared(NamedTuple):
+    """What pieces may read beside their inputs and states.
+
+    Attributes:
+        tensors: the params and all tensors that the core leads to, by name.
+        read: names of those that the pieces have read so far.
+        values: the Python values that the core reads.
+        of_reduce: the tensors that `reduce` captures, by path.
+    """
+
+    tensors: Callable[[], dict[str, Tensor]]
+    read: Collection[str]
+    values: Callable[[], Any]
+    of_reduce: Callable[[], dict[str, Tensor]]
+
+
 def scan_pieces(
-    run: Run,
-    core: str,
-    names: Sequence[str],
-    inputs: Sequence[Any],
-    states: Sequence[Tensor | None],
-    reduce: Callable[..., Any] | None,
-    shared: Callable[[], dict[str, Tensor]],
-    read_of: Callable[[], Collection[str]],
-    values: Callable[[], Any],
-    of_reduce: Callable[[], dict[str, Tensor]],
-) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:
+    run: Run, core: str, names: Sequence[str], inputs: Sequence[Any], states: Sequence[Tensor | None],
+    reduce: Callable[..., Any] | None, shared: Shared,
+) -> tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[list[Tensor], ...]]:  # fmt: skip
     """Run the pieces one after the other.
 
     Args:
@@ -55,10 +63,6 @@ def scan_pieces(
         names: of the inputs, for messages.
         inputs: one sequence in pieces per input.
         reduce: `reduce(k, *outputs)` for piece `k`.
-        shared: the params and all tensors that the core leads to, by name.
-        read_of: names of those that the pieces have read so far.
-        values: the Python values that the core reads.
-        of_reduce: the tensors that `reduce` captures, by path.
 
     Returns:
         Outputs (lists of pieces, or sums of what `reduce` returns), final states, state sequences (lists of pieces).
@@ -73,18 +77,18 @@ def scan_pieces(
         )  # fmt: skip
     if reduce is not None and not callable(reduce):
         raise PiecesError(f"`reduce` is {type(reduce).__name__}, not a function", core=core, hint=_REDUCE)
-    pieces, captures = _Pieces(core, names, inputs), _ReduceCaptures(core, of_reduce)
+    pieces, captures = _Pieces(core, names, inputs), _ReduceCaptures(core, shared.of_reduce)
     device = next((v.device for v in states if v is not None), None)
 
     def one(k: int, *states: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
         read = pieces.read(k, device)
-        again = pieces.check_unchanged(k, shared, values)
+        again = pieces.check_unchanged(k, shared.tensors, shared.values)
         captures.check_unchanged(k, last=pieces.count == k + 1)
         outputs, finals, trail = run(read, states)
         if not again:
-            tensors = shared()
-            used = {id(tensors[name]) for name in read_of() if name in tensors}
-            pieces.note(k, read, {name: t for name, t in tensors.items() if id(t) in used}, values())  # under all its names
+            tensors = shared.tensors()
+            used = {id(tensors[name]) for name in shared.read if name in tensors}
+            pieces.note(k, read, {name: t for name, t in tensors.items() if id(t) in used}, shared.values())  # under all its names
         return outputs if reduce is None else _reduced(core, k, reduce(k, *outputs)), finals, trail
 
     found: list[tuple[Tensor, ...]] = []

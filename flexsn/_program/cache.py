@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,18 +57,32 @@ PROGRAMS = Programs()
 Cut = TypeVar("Cut")
 
 
-def program_for(
-    backend: str, core: Callable, seen: CapturedValues, sig: Signature, metas: Sequence[Meta | None], device: torch.device,
-    captured: dict[str, Tensor], num_outputs: int | None,
-) -> tuple[Program, Shapes]:  # fmt: skip
+class Source(NamedTuple):
+    """A core, as a capture meets it.
+
+    Attributes:
+        core: on stand-ins for what it captures.
+        captured: these stand-ins, by path.
+        seen: what it captures.
+        device: of the operands.
+    """
+
+    core: Callable
+    captured: dict[str, Tensor]
+    seen: CapturedValues
+    sig: Signature
+    device: torch.device
+    num_outputs: int | None = None
+
+
+def program_for(backend: str, source: Source, metas: Sequence[Meta | None]) -> tuple[Program, Shapes]:
     """Return the compiled program for a call, and the call's shapes.
 
     Args:
         metas: of inputs, states (None: default states) and params.
-        core: on stand-ins for what it captures.
-        captured: these stand-ins, by path.
     """
-    base = (backend, *_what_a_trace_sees(seen, sig, num_outputs, device, captured))
+    core, captured, seen, sig, device, num_outputs = source
+    base = (backend, *_what_a_trace_sees(source))
     exact = (*base, tuple(metas))
     with lock:
         known = PROGRAMS.exact.get(exact)
@@ -107,9 +121,8 @@ def program_for(
         return program, shapes
 
 
-def _what_a_trace_sees(
-    seen: CapturedValues, sig: Signature, num_outputs: int | None, device: torch.device, captured: dict[str, Tensor]
-) -> tuple:
+def _what_a_trace_sees(source: Source) -> tuple:
+    _, captured, seen, sig, device, num_outputs = source
     first: dict[int, str] = {}  # a tensor under two names is one to the trace
     statics = tuple(
         (path, first.setdefault(id(t), path), tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad) for path, t in captured.items()
@@ -117,12 +130,10 @@ def _what_a_trace_sees(
     return seen.fingerprint, sig, num_outputs, device, statics, torch.get_default_dtype()
 
 
-def cut_for(
-    take_apart: Callable[..., Cut], core: Callable, seen: CapturedValues, sig: Signature, metas: Sequence[Meta], device: torch.device,
-    captured: dict[str, Tensor], num_outputs: int | None,
-) -> Cut:  # fmt: skip
+def cut_for(take_apart: Callable[..., Cut], source: Source, metas: Sequence[Meta]) -> Cut:
     """Return the pieces of a core that mixes neurons, for a call as of `program_for`."""
-    key = (*_what_a_trace_sees(seen, sig, num_outputs, device, captured), tuple(metas))
+    core, captured, _, sig, device, num_outputs = source
+    key = (*_what_a_trace_sees(source), tuple(metas))
     with lock:
         if key not in PROGRAMS.cuts:
             PROGRAMS.cuts[key] = take_apart(core, sig, metas, device, captured, num_outputs)

@@ -153,15 +153,12 @@ def _call_of(subject: Subject) -> tuple[Subject, Call]:
         return s, _call(s, build=False)
     except (ComplexStepError, NotElementwiseError, ShapeMismatchError) as error:
         try:
-            parts = run_parts(
-                lambda look: _call_of(on_parts(s, look)), error, s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.num_outputs
-            )  # fmt: skip
-            return parts[1]
+            return run_parts(lambda look: _call_of(on_parts(s, look)), error, s.asked())[1]
         except (CannotFuseError, ShapeMismatchError) as why:
             if s.bare and not s.sig.num_states:  # a network without neurons
                 raise
             try:
-                part = of_segment(s, apart_from_mixing(why, (), s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.num_outputs))
+                part = of_segment(s, apart_from_mixing(why, (), s.asked()))
                 return part, _call(part, build=False)
             except CannotFuseError:
                 raise why from None
@@ -173,7 +170,7 @@ def _call(subject: Subject, build: bool = True) -> Call:
     if name not in NAMES:
         raise BackendError(f"unknown backend {name!r}; there are {', '.join(map(repr, NAMES))}", core=s.sig.core)
     name = "auto" if name in ("torch", "hop") else name
-    return prepare(s.core, s.seen, s.sig, s.inputs, s.states, s.params, s.captured, name, False, s.num_outputs, build)
+    return prepare(s.asked(name), build)
 
 
 def _launches(call: Call) -> dict[str, Launch]:

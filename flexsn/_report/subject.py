@@ -20,6 +20,7 @@ from .._operator.dispatch import run_core
 from .._operator.mixing.cut import Cut
 from .._operator.mixing.recurrence import Given
 from .._operator.mixing.run import run_mixing
+from .._operator.prepare import CoreCall
 from .._runtime.fork import autocast_dtype
 from .._torch.transforms import is_plain
 from ..errors import OperandCountError, OperandTypeError
@@ -58,7 +59,11 @@ class Subject:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return (*self.inputs, *self.states, *self.params, *self.captured.values())
+        return self.asked().tensors
+
+    def asked(self, backend: str = "auto") -> CoreCall:
+        """Return the call."""
+        return CoreCall(self.core, self.seen, self.sig, self.inputs, self.states, self.params, self.captured, self.num_outputs, backend)
 
 
 def subject_of(

@@ -17,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from .._capture.signature import core_name, make_signature
 from .._capture.trace import Meta
-from .._program.cache import program_for
+from .._program.cache import Source, program_for
 from .._runtime.backends import backend_of
 from .._torch.compiling import is_optimized_module
 from .._viz.monitor import watches
@@ -263,7 +263,7 @@ def check_fuses(neuron: FlexSN, step: tuple[int, ...] | None = None) -> None:
     for shape in [step] if step else _steps([tuple(t.shape) for t in floats]):
         metas = [Meta(shape, dtype)] * (neuron.num_inputs + neuron.num_states) + [Meta(tuple(p.shape), p.dtype) for p in params]
         try:
-            program = program_for(backend_of(device), core, seen, sig, metas, device, captured, None)[0]
+            program = program_for(backend_of(device), Source(core, captured, seen, sig, device), metas)[0]
             program.differentiate(core, captured, seen)
             return
         except CannotFuseError as error:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..._captured.captured_values import CapturedValues
 from ..._torch.tensors import has_storage
 from ..call import Backward, Call
-from ..prepare import prepare
+from ..prepare import CoreCall, prepare
 from . import gpu_loop, walks
 from .cut import Cut, Recurrence
 from .mixing_calls import MixingFunction, Place, Segment
@@ -84,10 +84,7 @@ class OneStep:
                 tensor.requires_grad_(tensor.is_floating_point())
             self._make_room()
             with torch.set_grad_enabled(trains):
-                call = self.look.over_parts[key] = prepare(
-                    given.core, self.look, segment.signature, takes, states, given.params, dict(self.captured), given.backend, trains,
-                    len(segment.gives),
-                )  # fmt: skip
+                call = self.look.over_parts[key] = prepare(self.asked(takes, states, given.params, self.captured, trains))
         self.calls[trains] = call, [*[p.detach() for p in given.params], *[self.captured[name].detach() for name in call.captured]]
         return self.calls[trains]
 
@@ -95,16 +92,24 @@ class OneStep:
         self, sequences: Mapping[Place, Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: dict[str, Tensor]
     ) -> tuple[Call, list[Tensor]]:
         """Return the call over whole sequences, with gradients if operands have them, and these."""
-        given, segment, takes = self.given, self.segment, [sequences[p] for p in self.segment.takes]
+        given, takes = self.given, [sequences[p] for p in self.segment.takes]
         kinds = [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in (*takes, *states, *params, *captured.values())]
         key = ("whole", torch.is_grad_enabled(), given.backend, *kinds)
         call = self.look.over_parts.get(key)
         if call is None:
             self._make_room()
-            call = self.look.over_parts[key] = prepare(
-                given.core, self.look, segment.signature, takes, states, tuple(params), captured, given.backend, True, len(segment.gives)
-            )
+            call = self.look.over_parts[key] = prepare(self.asked(takes, states, params, captured, True))
         return call, [*takes, *states, *params, *[captured[name] for name in call.captured]]
+
+    def asked(
+        self, takes: list[Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: Mapping[str, Tensor], sequences: bool
+    ) -> CoreCall:
+        """Return a call of the segment."""
+        given, segment = self.given, self.segment
+        return CoreCall(
+            given.core, self.look, segment.signature, takes, states, params, dict(captured), len(segment.gives), given.backend,
+            sequences=sequences,
+        )  # fmt: skip
 
     def _make_room(self) -> None:
         if len(self.look.over_parts) >= _MOST_STEPS:
