@@ -8,6 +8,7 @@ from torch.nn.functional import layer_norm, linear
 import flexsn
 from flexsn import surrogate
 from flexsn._operator.mixing import cpp_walk
+from flexsn._operator.mixing.cpp_products import outer
 from flexsn._operator.mixing.cpp_walk import Walk
 from flexsn._operator.mixing.mixing_calls import MixingFunction, Run, moves
 from flexsn._program.replay import Kinds
@@ -175,9 +176,38 @@ def test_what_it_has_no_op_for_walks_in_python(walked):
     assert not walked
 
 
+@pytest.mark.parametrize("rate", [1.0, 0.05], ids=["any values", "mostly zero"])
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+@pytest.mark.parametrize(("rows", "K", "N"), [(700, 40, 70), (1, 3, 5), (300, 9, 32), (513, 17, 33)])
+def test_gradients_of_weights(rows, K, N, dtype, rate):
+    """They have the same bits at any number of threads, and err no more than PyTorch's own product."""
+    a, g, before = (
+        torch.randn(rows, K, dtype=dtype) * (torch.rand(rows, K) < rate),
+        torch.randn(rows, N, dtype=dtype),
+        torch.get_num_threads(),
+    )
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(outer(a[: rows // 3], a[rows // 3 :], g))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    want = a.double().T @ g.double()
+    torch.testing.assert_close(found[0].double(), want, rtol=0, atol=want.abs().max().item() * (3e-6 if dtype is torch.float32 else 1e-14))
+
+
+def test_zeros_times_infinity_are_no_numbers_in_gradients_of_weights():
+    a, g = torch.zeros(40, 3), torch.ones(40, 2)
+    a[5, 1], g[7, 0] = 1.0, torch.inf
+    found = outer(a[:4], a[4:], g)
+    assert found[:, 0].isnan().all() and found[:, 1].tolist() == [0.0, 1.0, 0.0]
+
+
 def test_the_same_bits_at_any_number_of_threads():
     core, count, params = CASES["lstm"]
-    x, before = torch.randn(40, 64, H, dtype=f64, requires_grad=True), torch.get_num_threads()
+    x, before = torch.randn(100, 64, H, dtype=f64, requires_grad=True), torch.get_num_threads()
     params = [p.clone().requires_grad_() for p in params]
     found = []
     try:

@@ -18,7 +18,7 @@ _LOOP = """// the loop of recurrences over {name}s: kernels of one step, product
 #include "recurrent.h"
 FLEXSN_RUN {{ return flexsn::recurrent<{name}>(arrays, dims, T, N, threads, flag); }}
 """
-_OUTER = """// gradients of the weights of recurrent {name}s that are mostly zero
+_OUTER = """// gradients of the weights of recurrences over {name}s
 #include "recurrent.h"
 FLEXSN_RUN {{ return flexsn::outer<{name}>(arrays, dims, T, N, tile, threads); }}
 """
@@ -36,21 +36,21 @@ def loop(dtype: torch.dtype) -> Kernel:
 
 
 def outer(first: Tensor, rest: Tensor, grads: Tensor) -> Tensor | None:
-    """Return the gradient of `w` in `a @ w`, where most of `a` is zero; None where it is not, or is on another device.
+    """Return the gradient of `w` in `a @ w`, the same bits at any number of threads; None on another device, or of another dtype.
 
     Args:
         first, rest: rows of `a [rows, K]`, which lie in two places.
         grads: of the product, `[rows, H]`.
     """
     name = DTYPES.get(first.dtype)
+    if name is None or first.device.type != "cpu" or rest.dtype is not first.dtype:
+        return None
     some = rest[:: max(1, len(rest) // 512)]
-    if name is None or first.device.type != "cpu" or rest.dtype is not first.dtype or some.count_nonzero() * 5 > some.numel():
-        return None
-    if not grads.sum().isfinite():  # zero times one of them is not zero
-        return None
+    few = some.count_nonzero() * 5 <= some.numel() and bool(grads.sum().isfinite())  # else zero times one of them is not zero
     first, rest, grads = first.contiguous(), rest.contiguous(), grads.contiguous()
     out = first.new_empty((first.shape[1], grads.shape[1]))
     pointers = struct.pack("=4Q", *[t.data_ptr() for t in (first, rest, grads, out)])
     threads = num_threads() if grads.numel() >= GRAIN else 1
-    _loaded(_OUTER.format(name=name)).run_pointer(pointers, b"", struct.pack("=q", len(first)), len(grads), *out.shape, threads, 0)
+    sizes = struct.pack("=2q", len(first), few)
+    _loaded(_OUTER.format(name=name)).run_pointer(pointers, b"", sizes, len(grads), *out.shape, threads, 0)
     return out

@@ -12,7 +12,7 @@ namespace flexsn {
 // A kernel of one step, as every generated one.
 using Step = int (*)(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large);
 
-constexpr int64_t GROUP = 8;  // sequences that a thread steps together
+constexpr int64_t GROUP = 32;  // sequences that a thread steps together
 
 // Where an array lies at step t.
 struct Place {
@@ -257,17 +257,35 @@ template <class F> int recurrent(void* const* arrays, const int64_t* dims, int64
   return failed;
 }
 
-// Gradient of weights: out [width, columns] = the sum over rows of outer products of `a` [rows, width], most of which is zero, and
-// `g` [rows, columns]; the first rows of `a` lie apart. A thread owns rows of `out`, whose sums run over the rows of `a` in order.
-//   arrays: the first rows of `a`, the others, `g`, `out`; dims: how many the first are
+// R rows of `out`, in one block of `n` columns: add the sum of the outer products of `count` rows, which runs over them in order.
+template <class F, int R> inline void add_outer(const F* a, int64_t width, const F* block, F* out, int64_t columns, int64_t count, int64_t n) {
+  constexpr int J = COLUMNS<F>;
+  F sum[R][J];
+  for (int r = 0; r < R; ++r) for (int j = 0; j < J; ++j) sum[r][j] = F(0);
+  for (int64_t m = 0; m < count; ++m) {
+    const F* row = block + m * J;
+    for (int r = 0; r < R; ++r) {
+      const F x = a[m * width + r];
+#pragma omp simd
+      for (int j = 0; j < J; ++j) sum[r][j] = fused(x, row[j], sum[r][j]);
+    }
+  }
+  for (int r = 0; r < R; ++r) for (int64_t j = 0; j < n; ++j) out[r * columns + j] += sum[r][j];
+}
+
+// Gradient of weights: out [width, columns] = the sum over rows of outer products of `a` [rows, width] and `g` [rows, columns]; the first
+// rows of `a` lie apart. A thread owns rows of `out`, whose sums run over the rows of `a` in order.
+//   arrays: the first rows of `a`, the others, `g`, `out`; dims: how many the first are, whether most of `a` is zero
 template <class F> int outer(void* const* arrays, const int64_t* dims, int64_t rows, int64_t width, int64_t columns, int threads) {
   const F *first = static_cast<const F*>(arrays[0]), *rest = static_cast<const F*>(arrays[1]), *g = static_cast<const F*>(arrays[2]);
   F* const out = static_cast<F*>(arrays[3]);
   const int64_t apart = dims[0];
+  const bool few = dims[1] != 0;
   parallel(threads, [=](int thread, int threads) {
+    constexpr int64_t J = COLUMNS<F>, M = 256;  // rows that a block of `g` has
     const int64_t begin = width * thread / threads, end = width * (thread + 1) / threads;
     for (int64_t i = begin * columns; i < end * columns; ++i) out[i] = F(0);
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = 0; r < rows && few; ++r) {
       const F* a = r < apart ? first + r * width : rest + (r - apart) * width;
       const F* by = g + r * columns;
       for (int64_t k = begin; k < end; ++k) {
@@ -276,6 +294,18 @@ template <class F> int outer(void* const* arrays, const int64_t* dims, int64_t r
         F* to = out + k * columns;
 #pragma omp simd
         for (int64_t i = 0; i < columns; ++i) to[i] = fused(x, by[i], to[i]);
+      }
+    }
+    std::vector<F> block(few ? 0 : M * J);
+    for (int64_t r = 0, count; r < rows && !few; r += count) {
+      const F* const a = r < apart ? first + r * width : rest + (r - apart) * width;
+      count = std::min(M, (r < apart ? apart : rows) - r);
+      for (int64_t i = 0; i < columns; i += J) {
+        const int64_t n = std::min(J, columns - i);
+        for (int64_t m = 0; m < count; ++m) std::memcpy(&block[m * J], g + (r + m) * columns + i, n * sizeof(F));
+        int64_t k = begin;
+        for (; k + 8 <= end; k += 8) add_outer<F, 8>(a + k, width, block.data(), out + k * columns + i, columns, count, n);
+        for (; k < end; ++k) add_outer<F, 1>(a + k, width, block.data(), out + k * columns + i, columns, count, n);
       }
     }
   });
