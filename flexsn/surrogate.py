@@ -92,6 +92,8 @@ class _TransformedSpike(torch.autograd.Function):
 
 
 def _apply(x: Tensor, step: Function, gradient: Function) -> Tensor:
+    if (at_all_steps := getattr(type(x), "at_all_steps", None)) is not None:  # of `flexsn.over_time`
+        return at_all_steps(x, lambda whole: _apply(whole, step, gradient))
     if torch.compiler.is_dynamo_compiling():
         return _Spike.apply(x, step, gradient)
     return (_TransformedSpike if transformed() else _Spike).apply(x, step, gradient)

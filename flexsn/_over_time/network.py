@@ -75,13 +75,14 @@ class OverTime(nn.Module):
             raise StepByStepError("a step returns something else than tensors")
         if (written := before.written()) is not None:
             raise StepByStepError(f"a step writes to `{written}`")
+        sequences = mapped(lambda y: walk.sequence(y) if isinstance(y, Tensor) else y, results)
         if walk.kept(results) and (gc.collect(), walk.kept(results))[1]:  # no frame of an error that was caught, but the user
             raise StaleStateError(
                 "a step of `flexsn.over_time` keeps a tensor outside of the network's modules, where it is not found again",
                 hint="Keep it in an attribute of a module, or make it a state of a `flexsn.FlexSN`.",
             )  # fmt: skip
         walk.finish()
-        return mapped(lambda y: walk.sequence(y) if isinstance(y, Tensor) else y, results)
+        return sequences
 
     def _step_by_step(self, T: int, given: Any, why: StepByStepError) -> Any:
         if self.strict:
@@ -147,11 +148,13 @@ def _length(inputs: Any) -> int:
     raise SequenceLengthError(f"over_time was given {told}", hint="Its inputs are sequences of one length, [T, *shape].")
 
 
-_READS = ("data-dependent", "data pointer", ".item()", "must only return Tensors")  # PyTorch's words
+_READS = ("data-dependent", "data pointer", ".item()")  # PyTorch's words
 
 
 def _told(error: Exception) -> str:
     text = str(error)
+    if "TorchScript" in text:
+        return "a step calls a scripted function"
     return "a step reads values into Python" if any(words in text for words in _READS) else f"{type(error).__name__}: {text}"
 
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from .._torch.tensors import unwatched
 from ..errors import StaleStateError, StepByStepError
-from .walks import Walk, begins, ends
+from .walks import Walk, begins, ends, walking
 
 _OF_A_STEP = {
     *[getattr(Tensor, name).__get__ for name in ("shape", "ndim")],
@@ -47,21 +49,45 @@ class Step(Tensor):
 
     whole: Tensor
 
+    def at_all_steps(self, function: Callable[[Tensor], Tensor]) -> Step:
+        """Return what an elementwise function that autograd is told the gradient of makes of it."""
+        walk = walking.now
+        if not isinstance(walk, AllSteps):
+            raise _stale()
+        return walk.step_of(function(whole_of_step(self)))
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OF_A_STEP:
             return super().__torch_function__(func, types, args, kwargs)
-        raise StaleStateError(
-            "a tensor of one step of `flexsn.over_time` was used after its call",
-            hint="Return it from the network's forward: a sequence comes out.",
-        )
+        raise _stale()
+
+
+def _stale() -> StaleStateError:
+    return StaleStateError(
+        "a tensor of one step of `flexsn.over_time` was used after its call",
+        hint="Return it from the network's forward: a sequence comes out.",
+    )  # fmt: skip
 
 
 def step_of(whole: Tensor) -> Step:
-    """Return what stands for one step of a sequence."""
-    step = torch.empty(whole.shape[1:], dtype=whole.dtype, device="meta").as_subclass(Step)
+    """Return what stands for one step of a sequence; it requires grad as that does, so that autograd takes it as one."""
+    step = torch.empty(whole.shape[1:], dtype=whole.dtype, device="meta", requires_grad=whole.requires_grad).as_subclass(Step)
     step.whole = whole
     return step
+
+
+def whole_of_step(step: Step) -> Tensor:
+    """Return the sequence that a step stands for.
+
+    Raises:
+        StepByStepError: it came out of a function of the user's with a backward, which autograd knows for a step alone.
+    """
+    whole = getattr(step, "whole", None)
+    with unwatched():
+        if whole is None or isinstance(step.grad_fn, BackwardCFunction):
+            raise StepByStepError("a step calls a `torch.autograd.Function`, whose backward is of one step")
+    return whole
 
 
 def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -94,7 +120,7 @@ def _tensors(values: Sequence[Any], kind: type) -> list[Any]:
 
 def whole_of(tree: Any) -> Any:
     """Return the sequences in place of the steps that stand for them."""
-    return mapped(lambda leaf: leaf.whole if isinstance(leaf, Step) else leaf, tree)
+    return mapped(lambda leaf: whole_of_step(leaf) if isinstance(leaf, Step) else leaf, tree)
 
 
 class AllSteps(TorchFunctionMode, Walk):
@@ -183,7 +209,7 @@ class AllSteps(TorchFunctionMode, Walk):
             if statistics is not None and id(statistics) in self.normed:
                 raise StepByStepError("a batch norm is called twice in a step, in training")
             self.normed.add(id(statistics))
-            rows = steps[0].whole.unbind(0)  # each with its own statistics, which the running ones follow step by step
+            rows = whole_of_step(steps[0]).unbind(0)  # each with its own statistics, which the running ones follow step by step
             return self.step_of(torch.stack([func(row, *args[1:], **kwargs) for row in rows]))
         if (rank := _TAKES_A_BATCH.get(name)) is not None and len(steps) == 1 and args and args[0] is steps[0]:
             return mapped(self._step_or_value, _in_the_batch(func, steps[0], rank, args[1:], kwargs))
@@ -193,7 +219,11 @@ class AllSteps(TorchFunctionMode, Walk):
 
     def sequence(self, x: Tensor) -> Tensor:
         """Return a tensor at all steps."""
-        return x.whole if isinstance(x, Step) else x.expand(self.T, *x.shape)
+        if isinstance(x, Step):
+            return whole_of_step(x)
+        if x.is_meta:
+            raise StepByStepError("a step calls what cannot be seen, as a scripted function")
+        return x.expand(self.T, *x.shape)
 
     def _without_steps(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call a function of what is the same at all steps."""
@@ -208,13 +238,20 @@ class AllSteps(TorchFunctionMode, Walk):
     def _over_time(self, func: Any, args: tuple, kwargs: dict[str, Any], steps: Sequence[Step]) -> Any:
         """Map a function over time."""
 
-        def at_one_step(*given: Tensor) -> Any:
+        if isinstance(func, torch.jit.ScriptFunction):
+            raise StepByStepError("a step calls a scripted function")
+        returned: Any = None
+
+        def at_one_step(*given: Tensor) -> tuple[Tensor, ...]:
+            nonlocal returned
             values = iter(given)
             args_, kwargs_ = mapped(lambda leaf: next(values) if isinstance(leaf, Step) else leaf, (args, kwargs))
             result = func(*args_, **kwargs_)
-            return args_[0] if result is None else result  # of `x[:, 0] = y`
+            returned = args_[0] if result is None else result  # of `x[:, 0] = y`
+            return tuple([leaf for leaf in leaves(returned) if isinstance(leaf, Tensor)])
 
-        return mapped(self._step_or_value, torch.vmap(at_one_step, randomness="different")(*[s.whole for s in steps]))
+        results = iter(torch.vmap(at_one_step, randomness="different")(*map(whole_of_step, steps)))
+        return mapped(lambda leaf: self.step_of(next(results)) if isinstance(leaf, Tensor) else leaf, returned)
 
 
 class _NotYet(list):
@@ -238,7 +275,7 @@ def _run_neuron(walk: AllSteps, neuron: Any, *inputs: Tensor) -> Any:
 
 def _in_the_batch(func: Any, step: Step, rank: int, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function that takes a batch, time folded into it."""
-    whole = step.whole
+    whole = whole_of_step(step)
     if step.dim() == rank:  # a step has no batch
         return func(whole, *args, **kwargs)
     return mapped(lambda y: y.unflatten(0, whole.shape[:2]), func(whole.flatten(0, 1), *args, **kwargs))

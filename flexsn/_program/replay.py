@@ -6,6 +6,7 @@ find than PyTorch to do. Where the layouts of all that is given are those of an 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -125,6 +126,9 @@ class Notes(TorchDispatchMode):
             self._add(tensor, len(self.values))
         if not all(t.numel() for t in given):
             self.strange = "a tensor has no elements, and lies nowhere"
+        ends = sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in given})
+        if any(begin + size > other for (begin, size), (other, _) in itertools.pairwise(ends)):
+            self.strange = "two tensors share memory, and none knows of the other"  # as of NumPy's arrays
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -239,7 +243,7 @@ def layouts(tensors: Sequence[Tensor | None]) -> tuple:
         if t is None:
             found.append(None)
             continue
-        number, address = first.setdefault(memory_of(t), (n, t.data_ptr()))
+        number, address = first.setdefault(t.untyped_storage().data_ptr(), (n, t.data_ptr()))  # two storages may lie in one place
         found.append((t.shape, t.stride(), t.dtype, number, t.data_ptr() - address))
     return tuple(found)
 

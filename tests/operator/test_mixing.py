@@ -1,8 +1,10 @@
 """Cores that mix neurons by calls that take an input or a state: against the eager loop, PyTorch's own layers, and finite differences."""
 
 import functools
+import gc
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from helpers import check_mixing, on_cpu
@@ -484,6 +486,134 @@ def test_a_warm_call_does_not_run_the_core(monkeypatch):
             v = torch.tanh(step + linear(v, layer.weight, layer.bias))
         torch.testing.assert_close(y[-1], v)
     assert len(runs) == 1
+
+
+class Halved(torch.autograd.Function):
+    """The same values, as a view; another gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -0.5 * grad
+
+
+def detached(x, h, w):
+    h = torch.tanh(x + h.detach() @ w + 0.3 * h)
+    return h, h
+
+
+def detached_input(x, h, w):
+    h = torch.tanh(x.detach() @ w + x + h @ w)
+    return h, h
+
+
+def its_data(x, h, w):
+    h = torch.tanh(x + linear(h.data, w) + 0.3 * h)
+    return h, h
+
+
+def without_gradient(x, h, w):
+    with torch.no_grad():
+        m = h.mean(0)
+    h = torch.tanh(x + h @ w - m)
+    return h, h
+
+
+def output_without_gradient(x, h, w):
+    """What a product gives without a gradient is an output, and goes into another one."""
+    with torch.no_grad():
+        m = x @ w
+    h = torch.tanh(m @ w + 0.5 * h + x)
+    return m + 0.0 * h, h
+
+
+def only_without_gradient(x, h, w):
+    with torch.no_grad():
+        m = h @ w
+    h = torch.tanh(x + 0.5 * h + m)
+    return m, h
+
+
+def of_a_function(x, h, w):
+    h = torch.tanh(x + Halved.apply(h) @ w)
+    return h, h
+
+
+def written_to(x, h, w):
+    current = h @ w
+    current += x
+    return current, torch.tanh(current)
+
+
+def rectified(x, h, w):
+    h = torch.nn.functional.relu(linear(h, w), inplace=True) * 0.5 + x
+    return h, h
+
+
+OWN = (
+    detached,
+    detached_input,
+    its_data,
+    without_gradient,
+    output_without_gradient,
+    only_without_gradient,
+    of_a_function,
+    written_to,
+    rectified,
+)
+
+
+@pytest.mark.parametrize("core", OWN, ids=lambda core: core.__name__)
+def test_what_becomes_of_an_operand_before_a_product_or_of_its_result(core):
+    """An alias of a state may be detached, or a Function's; a product may have no gradient; what it gives may be written to."""
+    w = torch.randn(6, 6, dtype=f64) * 0.4
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FallbackWarning)
+            check_mixing(core, [torch.randn(4, 2, 6, dtype=f64)], [torch.randn(2, 6, dtype=f64)], [w], scale=10)
+
+
+def test_one_tensor_as_two_params_and_then_two():
+    def core(x, h, g, a, b):
+        h = torch.tanh(x + h @ a)
+        g = torch.tanh(h + g @ b)
+        return g, h, g
+
+    w, u = torch.randn(6, 6, dtype=f64), torch.randn(6, 6, dtype=f64)
+    x, zeros = torch.randn(5, 3, 6, dtype=f64), torch.zeros(3, 6, dtype=f64)
+    for params in ([w, w], [w, u], [u, w], [u, u]) * 2:
+        found, want = [flexsn.scan(core, [x], [zeros, zeros], params, backend=b).outputs[0] for b in ("auto", "torch")]
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+@on_cpu
+def test_arrays_of_numpy_in_one_place_are_another_kind_of_call():
+    cell, array = nn.LSTMCell(4, 6), np.zeros((4, 6), "float32")
+
+    def core(x, h, c):
+        h, c = cell(x, (h, c))
+        return h, h, c
+
+    for given in (array[1:], array[1:]), (array[:3], array[1:]), None:
+        for _ in range(4):
+            x = torch.randn(5, 3, 4)
+            states = [torch.from_numpy(a) for a in given] if given else torch.randn(2, 3, 6).unbind(0)
+            found, want = [flexsn.scan(core, [x], states, backend=b).outputs[0] for b in ("auto", "torch")]
+            torch.testing.assert_close(found, want)
+
+
+@on_cpu
+def test_replays_hold_no_weights():
+    layer = flexsn.Recurrent(flexsn.LIF(), nn.Linear(64, 64), stateful=False)
+    with torch.no_grad():
+        for _ in range(3):
+            layer(torch.randn(3, 2, 64))
+    weight = layer.mixing.weight
+    storages = {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.shape == (64, 64)}
+    assert storages == {weight.untyped_storage().data_ptr()}
 
 
 def test_what_is_kept_for_the_backward():

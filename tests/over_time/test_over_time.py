@@ -493,3 +493,82 @@ def test_threads_share_a_network_that_carries_nothing():
         found = list(pool.map(over_time, xs))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert network[1].states is None
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -0.5 * grad
+
+
+class Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2.0 * grad
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+SURROGATES = {"atan": flexsn.surrogate.atan, "of a tensor": flexsn.surrogate.sigmoid(alpha=torch.rand(6) + 1.0)}
+FUNCTIONS = {f.__name__: f.apply for f in (Reversed, Passed, Rounded)}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another way"])
+@pytest.mark.parametrize("name", [*SURROGATES, *FUNCTIONS])
+def test_gradients_of_the_users_own(name, beside):
+    """Surrogates run at all steps at once; of other Functions autograd knows the backward of one step alone."""
+    function = (SURROGATES | FUNCTIONS)[name]
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.neuron = nn.Linear(6, 6), flexsn.LIF(stateful=False)
+
+        def forward(self, x):
+            y = function(self.layer(x))
+            return self.neuron(x + y) if beside else y
+
+    network, x = Network(), torch.randn(4, 2, 6, requires_grad=True)
+    over_time = flexsn.over_time(network, strict=name in SURROGATES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flexsn.errors.FallbackWarning)
+        found = over_time(x)
+    assert (over_time.reason is None) == (name in SURROGATES)
+    want = torch.stack([function(network.layer(step)) for step in x])
+    want = flexsn.LIF(stateful=False)(x + want) if beside else want
+    torch.testing.assert_close(found, want)
+    params = [x, *network.parameters()]
+    for a, b in zip(*[torch.autograd.grad(y.sin().sum(), params) for y in (found, want)], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_function_that_returns_none_beside_a_tensor():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    network, x = Attention(), torch.randn(3, 2, 5, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # PyTorch's, of a slow batching rule
+        found = flexsn.over_time(network, strict=True)(x)
+    torch.testing.assert_close(found, torch.stack([network(step) for step in x]))

@@ -58,7 +58,9 @@ class Array:
         return self.param or self.tensor.stride(1) == self.width or self.tensor.shape[1] == 1
 
     def part(self, at: int, width: int) -> Array:
-        """Return a part of the rows."""
+        """Return a part of the rows; the same array if it is all of them."""
+        if at == 0 and width == self.width:
+            return self
         first = None if self.first is None else self.first[:, at : at + width]
         return Array(self.tensor[..., at : at + width], self.kind, first)
 
@@ -87,6 +89,9 @@ class Rows:
         """Return an array with memory of its own; on a CPU that which earlier ones left, if it is large."""
         shape = rows, self.sequences, width
         return self.array(self.fresh(allocator(self.device, shape, dense_strides(shape), dtype or self.dtype)))
+
+    def over_states(self, widths: Sequence[int]) -> None:
+        """Be told how wide states are."""
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         """Return the tensors that the kernel of the walk takes, and what runs it over such tensors."""
@@ -205,14 +210,14 @@ class Walk(Rows):
             dims += array.strides()
         for op, *rest in self.ops:
             dims += [op, len(rest), *rest]
-        first, fixed = len(taken), self.pointers
-        taken += [p if isinstance(p, Tensor) else None for p in fixed]
+        first, fixed = len(taken), [None if isinstance(p, Tensor) else p for p in self.pointers]  # holds no weights
+        taken += [p if isinstance(p, Tensor) else None for p in self.pointers]
         packed = struct.pack(f"={len(dims)}q", *dims)
         parallel, T, sequences = self.T * self.sequences * self.widest >= cpp_products.GRAIN, self.T, self.sequences
 
         def launch(tensors: Sequence[Tensor | None]) -> None:
             pointers = [0 if t is None else t.data_ptr() for t in tensors]
-            pointers[first:] = [p[0] if type(p) is tuple else own for p, own in zip(fixed, pointers[first:], strict=True)]
+            pointers[first:] = [own if p is None else p[0] for p, own in zip(fixed, pointers[first:], strict=True)]
             threads = min(num_threads(), sequences) if parallel else 1
             if loop.run_pointer(struct.pack(f"={len(pointers)}Q", *pointers), b"", packed, T, sequences, 0, threads, back):
                 raise MemoryError("flexsn: no memory for the scratch rows of a tile")

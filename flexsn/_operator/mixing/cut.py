@@ -131,11 +131,13 @@ def take_apart(
     """
     ins, mixing, calls = sig.num_inputs + sig.num_states, list[Mixing](), 0
     place_of, node_of = dict[fx.Node, Place](), dict[Place, fx.Node]()
+    placed = dict[int, Tensor]()  # by `id`: what is an operand, or a result, itself. An alias of one may be detached, or a Function's
 
     def looking(*operands: Tensor) -> Any:
         recorder = recording()
         places = [*[("x", k, 0) for k in range(sig.num_inputs)], *[("v", k, 0) for k in range(sig.num_states)]]
         place_of.update(zip([recorder.node_of(t) for t in operands[:ins]], places, strict=True))
+        placed.update({id(t): t for t in operands[:ins]})
 
         def answer(number: int, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             before = recorder.error
@@ -143,8 +145,9 @@ def take_apart(
             why, recorder.error = recorder.error, before
             if why is before:
                 return result
+            tensors = list(tensors_in((args, kwargs)))
             try:
-                nodes = [recorder.node_of(t) for t in tensors_in((args, kwargs))]
+                nodes = [recorder.node_of(t) for t in tensors]
             except FlexSNError:  # they are of a transform inside the core
                 nodes = []
             moving = tuple([k for k, n in enumerate(nodes) if n.meta["kind"] == "step"])
@@ -154,10 +157,11 @@ def take_apart(
                 recorder.error = before or why
                 return result
             j, operands_of = len(mixing), list[Place]()
-            for i, node in enumerate([nodes[k] for k in moving]):
-                operands_of.append(place_of.get(node) or ("a", j, i))
-                node_of[operands_of[-1]] = node
+            for i, k in enumerate(moving):
+                operands_of.append((id(tensors[k]) in placed and place_of.get(nodes[k])) or ("a", j, i))
+                node_of[operands_of[-1]] = nodes[k]
             place_of.update({recorder.node_of(y): ("m", j, i) for i, y in enumerate(results)})
+            placed.update({id(y): y for y in results if torch.is_grad_enabled()})
             metas_of = tuple([Meta(tuple(y.shape), y.dtype) for y in results])
             mixing.append(
                 Mixing(
@@ -173,18 +177,20 @@ def take_apart(
             return result
 
         nonlocal calls
-        with Answering(answer) as answering:
+        with torch.enable_grad(), Answering(answer) as answering:  # so that a core which disables it is seen
             returned = core(*operands)
         calls = answering.count + 1
+        own.extend(id(y) in placed for y in ((returned,) if isinstance(returned, Tensor) else returned))
         return returned
 
+    own = list[bool]()  # of what is returned, whether it is a result itself
     recorded = trace(looking, sig, metas, device, captured, vjp=False, num_outputs=num_outputs)
     outs = len(recorded.returns) - sig.num_states
     same = list[tuple[Place, Place]]()
     for k, node in enumerate(recorded.returns):
         place = ("y", k, 0) if k < outs else ("n", k - outs, 0)
         node_of[place] = node
-        if k < outs and node in place_of and place_of[node][0] != "v":
+        if k < outs and own[k] and node in place_of and place_of[node][0] != "v":
             same.append((place, place_of[node]))
     computed = {place: node for place, node in node_of.items() if place[0] in "nya"}
     needs, lines = dict[Place, frozenset[Place]](), dict[Place, frozenset[str]]()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -103,6 +104,7 @@ class Segment:
 
         def segment(*operands: Tensor) -> tuple[Tensor, ...]:
             given, found, device = dict(zip(own, operands, strict=False)), dict[Place, Tensor](), operands[0].device
+            follows = torch.is_grad_enabled()
 
             def of(place: Place) -> Tensor:
                 meta = self.meta_of(place)
@@ -113,7 +115,9 @@ class Segment:
                     return in_its_dtype(func, args, kwargs, None)
                 tensors, call = list(tensors_in((args, kwargs))), self.mixing[j]
                 found.update({("a", j, i): tensors[k] for i, k in enumerate(call.moving)})
-                return call.returned([of(("m", j, i)) for i in range(len(call.results))])
+                results = [of(("m", j, i)) for i in range(len(call.results))]
+                results = [y * 1.0 if y.is_floating_point() else y for y in results]  # a value that the core may write to
+                return call.returned([y.detach() for y in results] if follows and not torch.is_grad_enabled() else results)
 
             operands_of = [of(("x", k, 0)) for k in range(sig.num_inputs)] + [of(("v", k, 0)) for k in range(sig.num_states)]
             with Answering(answer):
@@ -252,6 +256,8 @@ def mixing_functions(
     if (kept := known.get(key)) is not None:
         return [function.over([tensors[name] for name in names]) for function, names in kept]
     functions, names = found(), {id(t): name for name, t in tensors.items()}
+    shared = Counter(map(id, tensors.values()))
+    names = {own: name for own, name in names.items() if shared[own] == 1}  # of one under two names, which is meant is open
     if all(id(t) in names for f in functions for t in f.fixed):
         known[key] = [(f.over([torch.empty(0) for _ in f.fixed]), [names[id(t)] for t in f.fixed]) for f in functions]
     return functions
