@@ -612,6 +612,7 @@ def test_replays_hold_no_weights():
         for _ in range(3):
             layer(torch.randn(3, 2, 64))
     weight = layer.mixing.weight
+    gc.collect()
     storages = {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.shape == (64, 64)}
     assert storages == {weight.untyped_storage().data_ptr()}
 

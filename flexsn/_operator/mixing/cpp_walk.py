@@ -58,9 +58,7 @@ class Array:
         return self.param or self.tensor.stride(1) == self.width or self.tensor.shape[1] == 1
 
     def part(self, at: int, width: int) -> Array:
-        """Return a part of the rows; the same array if it is all of them."""
-        if at == 0 and width == self.width:
-            return self
+        """Return a part of the rows."""
         first = None if self.first is None else self.first[:, at : at + width]
         return Array(self.tensor[..., at : at + width], self.kind, first)
 
@@ -89,9 +87,6 @@ class Rows:
         """Return an array with memory of its own; on a CPU that which earlier ones left, if it is large."""
         shape = rows, self.sequences, width
         return self.array(self.fresh(allocator(self.device, shape, dense_strides(shape), dtype or self.dtype)))
-
-    def over_states(self, widths: Sequence[int]) -> None:
-        """Be told how wide states are."""
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         """Return the tensors that the kernel of the walk takes, and what runs it over such tensors."""

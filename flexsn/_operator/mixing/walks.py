@@ -112,7 +112,6 @@ class _Steps:
         if dtype not in cpp_products.DTYPES or not start.dim() or any(m.dtype is not dtype or m.shape[:-1] != lead for m in metas):
             raise CannotWalk("values differ in dtype or in dims before the last, or are neither float32 nor float64")
         self.loop, self.walk, self.rows = loop, make(loop.T, lead, dtype, fresh), loop.first_rows()
-        self.walk.over_states([v.shape[-1] for v in loop.start.values()])
         self.values: dict[Place, Array] = {}
 
     def reads(self, step: Any, call: Call) -> tuple[dict[Role, Array], int]:
