@@ -265,8 +265,13 @@ def apart_from_mixing(error: FlexSNError, key: tuple | None, asked: CoreCall) ->
     nowhere = key is None and not isinstance(error, ShapeMismatchError)
     autocast = fork.autocast_dtype(asked.inputs[0].device.type)
     loops = autocast is None and any(t is not None and t.dtype in HALF for t in asked.operands)
-    if not mixes or nowhere or loops or seen.wrap is not None:
+    if not mixes or nowhere or seen.wrap is not None:
         raise error
+    if loops:
+        raise NotElementwiseError(
+            "mixes neurons, and takes operands of 16 bits without autocast", core=sig.core,
+            hint="Call it under `torch.autocast`, or give it float32: states and sums are computed in that.",
+        )  # fmt: skip
     inputs, params = [run.upcast(x) for x in asked.inputs], [run.upcast(p) for p in asked.params]
     states = [None if v is None else run.upcast(v) for v in asked.states]
     try:

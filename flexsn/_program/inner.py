@@ -7,7 +7,7 @@ Parts lie one after the other in memory, so a call copies what has the dim, once
 another pass over it.
 
 What it gains: a training step of dendrites of 8 and 64 branches (T = 200, 32 x 128 neurons) takes 14 and 3.4 times less time than the
-eager loop on two CPU cores, 47 and 19 times less on an H100 (`python benchmarks/inner.py`, 2026-11-27).
+eager loop on two CPU cores, 47 and 23 times less on an H100 (`python benchmarks/inner.py`, 2026-11-27).
 """
 
 from __future__ import annotations

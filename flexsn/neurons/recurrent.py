@@ -32,7 +32,12 @@ class _Step:
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         first, before = operands[0], operands[-1]
-        mixed = self.mixing(before)
+        try:
+            mixed = self.mixing(before)
+        except RuntimeError as error:
+            if not hasattr(error, "__notes__"):
+                error.add_note(f"The mixing was called with `y` of shape {list(before.shape)}, that of one step of the input.")
+            raise
         if not isinstance(mixed, Tensor):
             raise ArgumentError(f"the mixing returned a {type(mixed).__name__}, not a tensor", core=self.__name__)
         try:
@@ -88,8 +93,9 @@ class Recurrent(FlexSN):
         self, neuron: FlexSN | Callable[..., Any], mixing: Mixing, *, num_states: int | None = None, step_mode: str | None = None,
         backend: str | None = None, store_state_seqs: bool = False, strict: bool | None = None, stateful: Stateful | None = None,
     ):  # fmt: skip
-        if not callable(mixing):
-            raise ArgumentError(f"the mixing must be callable, not {type(mixing).__name__}", hint="Give a module or a function of `y`.")
+        if not callable(mixing) or isinstance(mixing, type):
+            what = f"{mixing.__name__} is a class" if isinstance(mixing, type) else f"it is {type(mixing).__name__}"
+            raise ArgumentError(f"the mixing must be a module or a function: {what}", hint="Give a module or a function of `y`.")
         if not isinstance(neuron, FlexSN):
             neuron = FlexSN(neuron, num_states=num_states)
         elif num_states not in (None, neuron.num_states):

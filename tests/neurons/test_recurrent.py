@@ -278,8 +278,13 @@ def test_what_is_refused():
         flexsn.Recurrent(flexsn.LIF(), lambda y: (y, y))(sequence())
     with pytest.raises(ShapeMismatchError, match=r"the mixing returned \[3, 5\], and a step of the input is \[3, 6\]"):
         flexsn.Recurrent(flexsn.LIF(), nn.Linear(6, 5))(sequence())
-    with pytest.raises(ArgumentError, match="must be callable, not Tensor"):
+    with pytest.raises(ArgumentError, match="must be a module or a function: it is Tensor"):
         flexsn.Recurrent(flexsn.LIF(), torch.eye(6))
+    with pytest.raises(ArgumentError, match="must be a module or a function: Linear is a class"):
+        flexsn.Recurrent(flexsn.LIF(), nn.Linear)
+    with pytest.raises(RuntimeError) as raised:
+        flexsn.Recurrent(flexsn.LIF(), nn.Linear(6, 6))(torch.rand(4, 2, 5))
+    assert raised.value.__notes__ == ["The mixing was called with `y` of shape [2, 5], that of one step of the input."]
     with pytest.raises(ArgumentError, match="num_states=2, but the neuron has 1"):
         flexsn.Recurrent(flexsn.LIF(), nn.Linear(6, 6), num_states=2)
     with pytest.raises(ArgumentError, match="has `params`"):

@@ -4,8 +4,8 @@ A program walks over time for some columns of a few sequences: their states, and
 product takes goes through the GPU's cache, where the programs of the same sequences meet. So a recurrence is one launch, where a step takes
 longer to launch than to run.
 
-What it gains, on an H100, 1,000 steps of 64 sequences of 256 recurrent LIF, beside a plain loop: inference is 43 times as fast, training
-69 times (`python benchmarks/recurrent.py --device cuda`, 2026-11-27).
+What it gains, on an H100, 1,000 steps of 64 sequences of 256 recurrent LIF, beside a plain loop: inference is 45 times as fast, training
+63 times (`python benchmarks/recurrent.py --device cuda`, 2026-11-27).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ CPU C++ runs the list (`cpp_walk.py`), on a GPU one Triton kernel (`triton_walk.
 On a CPU a sequence of the batch is walked by one thread: rows of spikes drive rows of the weights, other rows go through blocked
 products. Each sum runs in one order, so the bits are the same at any number of threads.
 
-What that gains, on two cores, 100 steps, batch 64, beside a plain loop: recurrent LIF layers of 128 to 512 neurons run 5.9 to 10.1 times as
-fast, and train 3.9 to 6.4 times; a training step of a network as for SHD is 2.4 times as fast (`python benchmarks/recurrent.py`,
+What that gains, on two cores, 100 steps, batch 64, beside a plain loop: recurrent LIF layers of 128 to 512 neurons run 5.4 to 8.1 times as
+fast, and train 3.6 to 4.4 times; a training step of a network as for SHD is 1.9 times as fast (`python benchmarks/recurrent.py`,
 2026-11-27). An LSTM of 256 runs 1.9 times as fast and trains 1.8 times, a norm inside the recurrence 7.9 and 4.5 times
 (`python benchmarks/steps.py`, 2026-11-27).
 """
