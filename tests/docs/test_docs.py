@@ -62,6 +62,7 @@ def snippets(page, count):
     return names
 
 
+@pytest.mark.slow
 def test_neuron_snippets_run(counts):
     names = snippets("neurons.md", 4)
     annealed, made = names["annealed"], (counts.programs, counts.builds)
@@ -204,6 +205,7 @@ def test_quickstart_runs():
     assert names["loss"].isfinite() and names["net"][0].weight.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_own_neuron_runs():
     names = run_snippets("own_neuron.md")
     assert 0 < names["spikes"].mean() < 1
@@ -213,6 +215,7 @@ def test_own_neuron_runs():
     assert names["neuron"].core.w_alpha.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_recurrent_networks_run(tmp_path):
     page = (ROOT / "docs" / "recurrent.md").read_text()
     blocks, file, names = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL), tmp_path / "core.py", {}
@@ -277,6 +280,7 @@ def test_command_lines_parse():
     assert {line.split()[0] for line in lines} == {"explain", "bench", "build", "doctor", "cache"}
 
 
+@pytest.mark.slow
 def test_pictures_snippets_run(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     import pictures
@@ -295,6 +299,7 @@ def test_pictures_snippets_run(tmp_path, monkeypatch):
 INTERCHANGE = {"interchange": 6, "from_spikingjelly": 3, "from_snntorch": 3, "from_norse": 3}  # page: blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", INTERCHANGE)
 def test_interchange_snippets_run(page, tmp_path, monkeypatch, capsys):
     import loaded_peers

@@ -645,6 +645,7 @@ go(other)
 )
 
 
+@pytest.mark.slow
 def test_a_fork_while_a_thread_builds_what_the_child_wants(nursery, tmp_path):
     code, said = nursery.run(BUILDING, tmp_path / ".." / "forked")
     assert code == 0, said

@@ -99,6 +99,7 @@ def test_misuse(name, backend, patience):
     judge(ROWS[name], backend)
 
 
+@pytest.mark.slow
 def test_misuses_that_might_crash():
     """In a process of their own: what a crash or a hang keeps from reporting is missing from the report."""
     code = "import test_misuse; test_misuse.report_risky()"

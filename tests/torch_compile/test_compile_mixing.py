@@ -70,6 +70,7 @@ def test_a_network_is_one_graph_in_training_and_in_inference(recwarn):
     assert not [w for w in recwarn if issubclass(w.category, flexsn.errors.FallbackWarning)]
 
 
+@pytest.mark.slow
 def test_without_fullgraph_it_is_one_graph_too():
     counter = CompileCounterWithBackend("aot_eager")
     net, x = Net(flexsn.ALIF(tau=4.0)), rows(5, 3, 4)
@@ -253,6 +254,7 @@ class Cell(nn.Module):
         return self.neuron(x)
 
 
+@pytest.mark.slow
 def test_default_states_of_another_width():
     x, net = rows(5, 3, 4), Cell()
     torch.testing.assert_close(torch.compile(net, backend="aot_eager")(x), net(x))

@@ -98,6 +98,7 @@ for x, spikes, y in torch.load(sys.argv[2]):
 
 
 # --- export, save, load -----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @DEVICES
 @SLOWLY_STRICT
 def test_saved_program_runs_in_a_process_that_has_only_imported_flexsn(strict, device, tmp_path):

@@ -143,6 +143,7 @@ def test_params_of_the_neuron_stay_its_own(fused):
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_names_of_the_neuron_stay_its_own(fused):
     def core(x, v, before_0_0):
         v = v * before_0_0 + x
