@@ -4,7 +4,7 @@ What a call does before a kernel of many operands runs (views, copies, fresh mem
 find than PyTorch to do. Where the layouts of all that is given are those of an earlier call, it comes to the same ops.
 
 What it gains: on an H100 a recurrent layer of 128 to 512 LIF neurons over 100 steps takes 1.6 to 1.7 times as long without it in
-inference, and 1.2 to 1.3 times in training (`python benchmarks/recurrent.py --device cuda`, 2026-11-27).
+inference, and 1.1 to 1.3 times in training (`python benchmarks/recurrent.py --device cuda`, 2026-11-27).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers import check_mixing, on_cpu
+from helpers import Reversed, check_mixing, on_cpu
 from torch import nn
 from torch.nn.functional import linear
 
@@ -488,18 +488,6 @@ def test_a_warm_call_does_not_run_the_core(monkeypatch):
     assert len(runs) == 1
 
 
-class Halved(torch.autograd.Function):
-    """The same values, as a view; another gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -0.5 * grad
-
-
 def detached(x, h, w):
     h = torch.tanh(x + h.detach() @ w + 0.3 * h)
     return h, h
@@ -538,7 +526,7 @@ def only_without_gradient(x, h, w):
 
 
 def of_a_function(x, h, w):
-    h = torch.tanh(x + Halved.apply(h) @ w)
+    h = torch.tanh(x + Reversed.apply(h) @ w)
     return h, h
 
 
@@ -600,7 +588,7 @@ def test_arrays_of_numpy_in_one_place_are_another_kind_of_call():
     for given in (array[1:], array[1:]), (array[:3], array[1:]), None:
         for _ in range(4):
             x = torch.randn(5, 3, 4)
-            states = [torch.from_numpy(a) for a in given] if given else torch.randn(2, 3, 6).unbind(0)
+            states = [torch.from_numpy(a) for a in given] if given else [torch.randn(3, 6), torch.randn(3, 6)]
             found, want = [flexsn.scan(core, [x], states, backend=b).outputs[0] for b in ("auto", "torch")]
             torch.testing.assert_close(found, want)
 

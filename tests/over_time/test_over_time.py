@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers import Reversed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -493,16 +494,6 @@ def test_threads_share_a_network_that_carries_nothing():
         found = list(pool.map(over_time, xs))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert network[1].states is None
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -0.5 * grad
 
 
 class Passed(torch.autograd.Function):

@@ -104,7 +104,7 @@ class Segment:
 
         def segment(*operands: Tensor) -> tuple[Tensor, ...]:
             given, found, device = dict(zip(own, operands, strict=False)), dict[Place, Tensor](), operands[0].device
-            follows = torch.is_grad_enabled()
+            enabled = torch.is_grad_enabled()  # before the core, which may disable gradients for a call
 
             def of(place: Place) -> Tensor:
                 meta = self.meta_of(place)
@@ -117,7 +117,7 @@ class Segment:
                 found.update({("a", j, i): tensors[k] for i, k in enumerate(call.moving)})
                 results = [of(("m", j, i)) for i in range(len(call.results))]
                 results = [y * 1.0 if y.is_floating_point() else y for y in results]  # a value that the core may write to
-                return call.returned([y.detach() for y in results] if follows and not torch.is_grad_enabled() else results)
+                return call.returned([y.detach() for y in results] if enabled and not torch.is_grad_enabled() else results)
 
             operands_of = [of(("x", k, 0)) for k in range(sig.num_inputs)] + [of(("v", k, 0)) for k in range(sig.num_states)]
             with Answering(answer):
