@@ -16,6 +16,7 @@ from .._ir.graph import HALF, Graph, Node
 from .._plan.plan import Array, KernelPlan
 from .._version import __version__
 
+_DEEPEST = 50  # expressions in one another: each has up to four brackets, and Python reads 200, clang 256
 _EXACT = {"where", "neg", "abs", "maximum", "minimum", "fmax", "fmin", "sign", "floor", "ceil", "trunc", "round"}
 
 
@@ -40,16 +41,19 @@ class Language:
     comment: str
 
     def statements(self, graph: Graph) -> list[str]:
-        """Return one line per value; what is used once, by the same user line, is written into its use."""
+        """Return one line per value; what is used once, by the same user line, is written into its use, up to `_DEEPEST` in one another."""
         uses = Counter(a for n in graph.nodes for a in n.args) + Counter(graph.outputs.values())
         inlined: dict[Node, str] = {}
+        depth: dict[Node, int] = {}  # of what is written into a use
         consumer = {a: n for n in graph.nodes for a in n.args}
         lines = []
         shown = None
         for node in graph.nodes:
             text = self._expression(node, inlined)
-            user = consumer.get(node)
-            if user is not None and uses[node] == 1 and user.line == node.line and self._inlinable(node, user):
+            user, within = consumer.get(node), 1 + max((depth.get(a, 0) for a in node.args), default=0)
+            once = user is not None and uses[node] == 1 and user.line == node.line
+            if once and within < _DEEPEST and self._inlinable(node, user):  # type: ignore[arg-type]  # there is a user
+                depth[node] = within
                 inlined[node] = text if _is_call(self.template(node)) and node.dtype not in HALF else f"({text})"
                 continue
             where = f"  {self.comment} {where_of(node.line)}" if node.line and node.line != shown else ""

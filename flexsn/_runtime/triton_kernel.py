@@ -237,7 +237,7 @@ class Kernel:
         attributes = {(i,): [["tt.divisibility", 16]] for i in even}
         try:
             source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
-            options = {"num_warps": tile.warps, "num_stages": 1, **_AS_EAGER}
+            options = {"num_warps": tile.warps, "num_stages": 1, **_AS_EAGER, **({"ptx_options": tile.ptxas} if tile.ptxas else {})}
             return triton_passes.compile(source, target, options, together=triton_tiles.neighbours(self.plan, tile))
         except Exception as error:  # whatever a compiler raises
             raise BuildError(

@@ -165,6 +165,17 @@ def test_nested_expressions_in_one_line(outer):
     check(core, [torch.randn(2, 65)], [torch.randn(65)], scale=10)
 
 
+def test_long_chains_in_one_line():
+    """Python reads at most 200 brackets in one another."""
+
+    def core(x, v):
+        for _ in range(150):
+            v = v * 0.5 + x.tanh() * 0.1
+        return v, v
+
+    check(core, [torch.randn(2, 65)], [torch.randn(65)])
+
+
 def test_bools_and_small_integers_in_expressions():
     def core(x, n, b):
         m = (n + 100) * 2 - (n - 100)

@@ -88,7 +88,17 @@ BUILT = CASES | {
 }
 STEPS = {"lif_in_4": 4, "lif_in_12": 12, "lif_half_in_4": 4, "lif_half_in_12": 12, "adaptive_lif_in_4": 4}
 BUILT |= {name: BUILT[name.partition("_in_")[0]] for name in STEPS}
+
+
+def spilled(x, v):
+    """So many values that a backward of them spills most."""
+    for _ in range(300):
+        v = v + (v - x) * v * x
+    return v, v
+
+
 TUNED = BUILT | {  # by tools/tune_triton.py
+    "spilled": (spilled, f32, 1, 1, []),
     "lif_sigmoid": (measured.lif_sigmoid, f32, 1, 1, []),
     "lif_sigmoid_half": (measured.lif_sigmoid, f16, 1, 1, []),
 }
@@ -353,6 +363,22 @@ build()
 print(json.dumps(len(ran)))
 """
     assert child(["-c", code], TRITON_CACHE_DIR=str(tmp_path)) == 2
+
+
+@pytest.mark.slow
+def test_the_largest_cores_have_options_of_the_assembler(tmp_path):
+    code = """
+import json
+import test_triton as t
+from triton.backends.compiler import GPUTarget
+found = []
+for kernel, made in t.plans("spilled").items():
+    (tile,) = {t.tile_for(made, N, 132, aligned) for N, aligned in t.triton_tiles.CLASSES}
+    built = t.launch_triton.Kernel(made, t.render_triton.render(made)).build(tile, GPUTarget(*t.TARGETS["sm_90"]))
+    found.append((len(made.step.nodes) > 1600, built.metadata.ptx_options))
+print(json.dumps(found))
+"""
+    assert child(["-c", code], TRITON_CACHE_DIR=str(tmp_path)) == [[False, None], [False, None], [True, "-O1"]]
 
 
 @pytest.mark.slow
