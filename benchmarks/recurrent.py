@@ -3,7 +3,8 @@
 `flexsn.Recurrent(LIF, Linear)` and the same step in a plain loop over `x.unbind(0)` take turns, inference and training steps, at several
 widths and rates of spikes; beside them the layer without the replay of its walks (`_program/replay.py`), and `nn.RNN` (tanh) of the same
 size. Then a network as for SHD: 700 inputs, 256 recurrent ALIF, 20
-outputs, 100 steps, batch 64, whose training step includes the optimizer's; compiled, too. Results are compared first.
+outputs, 100 steps, batch 64, whose training step includes the optimizer's: layer by layer, written as one core, and compiled. Results are
+compared first.
 """
 
 from __future__ import annotations
@@ -127,8 +128,15 @@ def shd_like(device: str, repeats: int) -> dict:
         return w_out(layer(w_in(x)))
 
     plain = Plain(layer)
+
+    def network_core(x: Tensor, y: Tensor, v: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+        y, v, a = layer.neuron.core(w_in(x) + layer.mixing(y), v, a)
+        return w_out(y), y, v, a
+
+    one_core = flexsn.FlexSN(network_core, num_states=3, stateful=False, strict=True)
     networks: dict[str, Callable[[Tensor], Tensor]] = {
         "flexsn": whole,
+        "flexsn, the network as one core": one_core,
         "loop": lambda x: w_out(plain(w_in(x))),
         "compiled": torch.compile(whole),
         "compiled in one graph": torch.compile(whole, fullgraph=True),
@@ -144,6 +152,8 @@ def shd_like(device: str, repeats: int) -> dict:
         runs[name] = step
     with torch.no_grad():
         rate = layer(w_in(x)).mean().item()
+        torch.testing.assert_close(one_core(x).mean(0), plain_logits := networks["loop"](x).mean(0), rtol=0, atol=1e-2)
+        torch.testing.assert_close(whole(x).mean(0), plain_logits, rtol=0, atol=1e-2)
     return {"T": T, "batch": batch, "hidden": hidden, "rate": rate, "training": with_ratios(in_turns(runs, repeats))}
 
 

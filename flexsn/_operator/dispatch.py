@@ -123,10 +123,8 @@ def _run_from_start(asked: CoreCall, key: tuple | None) -> Results:
     try:
         return _run_first(asked, key)
     except (RuntimeError, ShapeMismatchError, StateMismatchError) as error:
-        if all(v is not None for v in asked.states) or isinstance(error, _NOT_OF_SHAPES):
-            raise
         cause = error
-    starts = _other_starts(cause, asked)
+    starts = other_starts(cause, asked)
     try:
         results = _again(asked, starts)
     except (StateMismatchError, ShapeMismatchError):
@@ -142,13 +140,16 @@ def _again(asked: CoreCall, starts: DefaultStates) -> Results:
     return run_core(asked.core, asked.seen, tuple(asked.inputs), states, tuple(asked.params), backend=asked.backend, **options)
 
 
-def _other_starts(error: Exception, asked: CoreCall) -> DefaultStates:
+def other_starts(error: Exception, asked: CoreCall) -> DefaultStates:
     """Return where default states start that are not of the inputs' shape.
 
     Raises:
-        Exception: the `error` of states of that shape, if the core runs on no other, or it cannot be found on which; then a note says so.
+        Exception: the `error` of states of that shape, if it says something else, or the core runs on no other, or it cannot be found on
+            which; then a note says so.
     """
     inputs = asked.inputs
+    if all(v is not None for v in asked.states) or isinstance(error, _NOT_OF_SHAPES):
+        raise error
     try:
         found = default_states(asked.seen.runnable(asked.core), asked.sig, inputs, asked.states, asked.params) if inputs[0].dim() else None
     except ShapeMismatchError as other:
@@ -226,10 +227,11 @@ def _run_apart(error: FlexSNError, key: tuple | None, asked: CoreCall) -> Result
         look, results = run_parts(lambda look: _run_over_parts(asked, look), error, asked)
     except (CannotFuseError, ShapeMismatchError) as why:
         try:
-            look = apart_from_mixing(why, None if asked.backend == "hop" else key, asked)  # whose calls are ops of a graph
+            cause = error if isinstance(error, ShapeMismatchError) else why  # values of many shapes, whatever parts they could have
+            look = apart_from_mixing(cause, None if asked.backend == "hop" else key, asked)  # whose calls are ops of a graph
             results = _run_over_parts(asked, look)
-        except CannotFuseError as other:
-            why = why if isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError) else other
+        except (CannotFuseError, ShapeMismatchError) as other:
+            why = why if other is error or (isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError)) else other
             _keep(asked.seen.over_parts, key, copy.copy(why))  # which holds no frames, as `why` does
             raise why from None
     _keep(asked.seen.over_parts, key, look)
@@ -311,9 +313,10 @@ def run_parts(runs: Callable[[CapturedValues], Result], error: FlexSNError, aske
         raise error
     given = [tuple(x.shape[1:]) for x in inputs] + [() if v is None else tuple(v.shape) for v in states]
     misfit, why = isinstance(error, ShapeMismatchError), error
-    apart = misfit or len({len(s) for s in given if s}) > 1
+    ranks_differ = len({len(s) for s in given if s}) > 1
+    apart = misfit or ranks_differ
     found = list(inner_dims(given))
-    if not found and misfit and any(inner_dims(given, least=0, most=math.inf)):
+    if not found and misfit and ranks_differ and any(inner_dims(given, least=0, most=math.inf)):
         raise NotElementwiseError(
             f"has operands with one dim more than others, of none or more than {MOST} values", core=sig.core,
             hint=f"A kernel takes a sum over a last dim of 1 to {MOST}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from .._capture.signature import core_name, loop_shape
 from .._codegen.language import numbers
 from .._operator.autograd import run_call
 from .._operator.call import Call
-from .._operator.dispatch import apart_from_mixing, read_by, run_parts
+from .._operator.dispatch import apart_from_mixing, other_starts, read_by, run_parts
 from .._operator.fallback import unsaid
 from .._operator.prepare import prepare
 from .._over_time.steps import Step
@@ -41,6 +42,7 @@ from ..errors import (
     ReturnCountError,
     ReturnTypeError,
     ShapeMismatchError,
+    StateMismatchError,
     UnsupportedOpError,
 )
 from ..module import FlexSN
@@ -147,20 +149,30 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
 
 
 def _call_of(subject: Subject) -> tuple[Subject, Call]:
+    """What is explained, and its call, on default states wherever they start."""
+    try:
+        return _call_from_start(subject)
+    except (RuntimeError, ShapeMismatchError, StateMismatchError) as error:
+        starts = other_starts(error, subject.asked())
+    return _call_from_start(dataclasses.replace(subject, states=starts.filled(subject.inputs, subject.states)))
+
+
+def _call_from_start(subject: Subject) -> tuple[Subject, Call]:
     """What is explained, and its call; of complex numbers, or values with an inner dim, the core on their parts."""
     s = subject
     try:
         return s, _call(s, build=False)
     except (ComplexStepError, NotElementwiseError, ShapeMismatchError) as error:
         try:
-            return run_parts(lambda look: _call_of(on_parts(s, look)), error, s.asked())[1]
+            return run_parts(lambda look: _call_from_start(on_parts(s, look)), error, s.asked())[1]
         except (CannotFuseError, ShapeMismatchError) as why:
             if s.bare and not s.sig.num_states:  # a network without neurons
                 raise
             try:
-                part = of_segment(s, apart_from_mixing(why, (), s.asked()))
+                cause = error if isinstance(error, ShapeMismatchError) else why
+                part = of_segment(s, apart_from_mixing(cause, (), s.asked()))
                 return part, _call(part, build=False)
-            except CannotFuseError:
+            except (CannotFuseError, ShapeMismatchError):
                 raise why from None
 
 

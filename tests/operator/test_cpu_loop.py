@@ -8,8 +8,8 @@ from torch.nn.functional import layer_norm, linear
 import flexsn
 from flexsn import surrogate
 from flexsn._captured.captured_values import look
-from flexsn._operator.mixing import cpp_walk
-from flexsn._operator.mixing.cpp_products import outer
+from flexsn._operator.mixing import cpp_products, cpp_walk
+from flexsn._operator.mixing.cpp_products import Driven, outer
 from flexsn._operator.mixing.cpp_walk import Walk
 from flexsn._operator.mixing.mixing_calls import MixingFunction, Run, moves
 from flexsn._program.replay import Kinds
@@ -206,6 +206,90 @@ def test_zeros_times_infinity_are_no_numbers_in_gradients_of_weights():
     a[5, 1], g[7, 0] = 1.0, torch.inf
     found = outer(a[:4], a[4:], g)
     assert found[:, 0].isnan().all() and found[:, 1].tolist() == [0.0, 1.0, 0.0]
+
+
+# --- products outside of recurrences ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def driven(monkeypatch):
+    """Calls of products that spikes drive."""
+    found, forward = [], Driven.forward
+    monkeypatch.setattr(Driven, "forward", staticmethod(lambda ctx, *operands: (found.append(operands), forward(ctx, *operands))[1]))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+@pytest.mark.parametrize("written", ["linear", "linear without a bias", "matmul", "mm"])
+def test_spikes_drive_products_of_whole_sequences(written, dtype, driven):
+    """Of inputs that are wider than the recurrence after them, too."""
+    T, batch, K, N = 40, 9, 170, 90
+    w, b = torch.randn(N, K, dtype=dtype) * 0.3, torch.randn(N, dtype=dtype)
+    mix = {
+        "linear": lambda x, w, b: linear(x, w, b), "linear without a bias": lambda x, w, b: linear(x, w) + b,
+        "matmul": lambda x, w, b: x @ w.T + b, "mm": lambda x, w, b: torch.mm(x, w.T) + b,
+    }[written]  # fmt: skip
+
+    def core(x, y, v, w, b, r):
+        h = v * 0.5 + mix(x, w, b) + y @ r
+        y = surrogate.atan(h - 1.0)
+        return y, y, h * (1.0 - y)
+
+    x = (torch.rand(T, batch, K) < 0.05).to(dtype)
+    states, r = [torch.zeros(batch, N, dtype=dtype), torch.zeros(batch, N, dtype=dtype)], torch.randn(N, N, dtype=dtype) * 0.1
+    check_mixing(core, [x], states, [w, b, r], scale=4.0)
+    assert len(driven) == 1
+
+
+def test_values_that_are_not_mostly_zero_take_the_librarys_product(driven):
+    def core(x, v, w):
+        v = v * 0.5 + x @ w
+        return v, v
+
+    x, v, w = torch.randn(40, 9, 170), torch.zeros(9, 90), torch.randn(170, 90)
+    got = flexsn.scan(core, [x], [v], [w], strict=True).outputs[0]
+    assert torch.equal(got[0], x[0] @ w) or torch.allclose(got[0], x[0] @ w, rtol=1e-5, atol=1e-4)
+    assert not driven
+
+
+def test_driven_products_as_the_librarys():
+    """Gradients of gradients; weights and cotangents that are no numbers; rows that are dense among those that are not; no threads' bits."""
+    a, w, b = (
+        (torch.rand(300, 50, dtype=f64) < 0.05) * torch.randn(300, 50, dtype=f64),
+        torch.randn(50, 40, dtype=f64),
+        torch.randn(40, dtype=f64),
+    )
+    a[17] = 1.5
+    leaves = [t.requires_grad_() for t in (a, w, b)]
+    assert torch.autograd.gradcheck(Driven.apply, [a[:20], w, b])
+    assert torch.autograd.gradgradcheck(Driven.apply, [a[:4], w, b])
+    grad = torch.randn(300, 40, dtype=f64)
+    for spoiled in (None, w, grad):
+        with torch.no_grad():
+            if spoiled is not None:
+                spoiled[3, 2] = torch.inf
+        got, want = Driven.apply(*leaves), torch.addmm(b, a, w)
+        torch.testing.assert_close(got, want, equal_nan=True)
+        for found, expected in zip(torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True):
+            torch.testing.assert_close(found, expected, equal_nan=True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = Driven.apply(*leaves)
+        torch.set_num_threads(3)
+        torch.testing.assert_close(alone, Driven.apply(*leaves), rtol=0, atol=0, equal_nan=True)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own
+def test_tangents_and_transforms_take_the_librarys_product():
+    x, w = torch.zeros(2000, 50), torch.randn(50, 60)
+    assert cpp_products.drives(x, [w])
+    with torch.autograd.forward_ad.dual_level():
+        assert not cpp_products.drives(torch.autograd.forward_ad.make_dual(x, x), [w])
+    seen = []
+    torch.vmap(lambda row: (seen.append(cpp_products.drives(row, [w])), row)[1])(torch.zeros(2, 2000, 50))
+    assert seen == [False]
+    assert not cpp_products.drives(x[:5], [w])  # too little to look
 
 
 def test_the_same_bits_at_any_number_of_threads():

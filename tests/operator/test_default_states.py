@@ -18,6 +18,21 @@ IN, REC, OUT, LSTM_IN, LSTM_REC, FIELD, BACK = (
 )  # fmt: skip
 
 
+WIDE_IN, WIDE_REC, LAST = weights(90, 70), weights(70, 70), weights(70)
+
+
+def wide(x, v, s):
+    """Widths that are no small inner dims (those of up to 64 are tried as such first)."""
+    h = v + (x @ WIDE_IN + s @ WIDE_REC - v) / 2.0
+    s = torch.sigmoid(h - 1.0)
+    return s @ LAST, h * (1.0 - s), s
+
+
+def of_a_wide_dim(x, v):
+    v = v * 0.9 + x @ LAST
+    return v, v
+
+
 def recurrent(x, v, s):
     h = v + (x @ IN + s @ REC - v) / 2.0
     s = torch.sigmoid(h - 1.0)
@@ -54,6 +69,8 @@ CASES = {
     "lstm": (lstm, (3, 7), [(3, 16)] * 2),
     "strided": (strided, (2, 3, 8, 8), [(2, 8, 4, 4)] * 2),
     "three layers": (three_layers, (3, 7), [(3, 16), (3, 16), (3, 5)]),
+    "wide": (wide, (3, 90), [(3, 70)] * 2),
+    "of a wide dim": (of_a_wide_dim, (3, 4, 70), [(3, 4)]),
     "of a norm": (of_a_norm, (3, 7), [(3, 16)]),
 }
 
@@ -97,3 +114,9 @@ def test_an_error_of_the_core_is_its_own():
     neuron = flexsn.FlexSN(lambda x, v: ((h := torch.tanh(x @ REC + v)), h), num_states=1)
     with pytest.raises(CoreError, match=r"reduction dim|multiplied"):
         neuron(torch.randn(4, 3, 7))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_explain_finds_them(name):
+    core, step, _ = CASES[name]
+    assert flexsn.explain(core, torch.randn(4, *step)).fused
