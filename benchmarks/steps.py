@@ -41,22 +41,28 @@ class Folded(nn.Module):
 def dense() -> tuple[list[nn.Module], list[int]]:
     layers = [
         nn.Linear(700, 256),
-        flexsn.ALIF(tau=20.0, stateful=False),
+        flexsn.ALIF(tau=20.0, r=20.0, stateful=False),
         nn.Linear(256, 256),
-        flexsn.LIF(stateful=False),
+        flexsn.LIF(v_threshold=0.1, stateful=False),
         nn.Linear(256, 20),
     ]
     return layers, [100, 64, 700]
 
 
+def events() -> tuple[list[nn.Module], list[int]]:
+    """The dense network, of inputs of which 3% spike at a step."""
+    return dense()
+
+
 def small() -> tuple[list[nn.Module], list[int]]:
-    return [nn.Linear(64, 64), flexsn.LIF(stateful=False), nn.Linear(64, 10)], [8, 16, 64]
+    return [nn.Linear(64, 64), flexsn.LIF(v_threshold=0.5, stateful=False), nn.Linear(64, 10)], [8, 16, 64]
 
 
 def convolutional() -> tuple[list[nn.Module], list[int]]:
     layers: list[nn.Module] = []
-    for inputs, outputs in ((2, 32), (32, 32)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs).eval(), flexsn.LIF(stateful=False), nn.MaxPool2d(2)]
+    for inputs, outputs, threshold in ((2, 32, 0.5), (32, 32, 0.2)):
+        neuron = flexsn.LIF(v_threshold=threshold, stateful=False)
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs).eval(), neuron, nn.MaxPool2d(2)]
     return [*layers, nn.Flatten(), nn.Linear(32 * 64, 10)], [8, 16, 2, 32, 32]
 
 
@@ -97,10 +103,18 @@ def passes(runs: dict[str, Callable[[Tensor], Tensor]], x: Tensor, params: Seque
     return {kind: with_ratios(in_turns({name: how(run) for name, run in runs.items()}, repeats)) for kind, how in kinds.items()}
 
 
+def rates_of(network: nn.Module, x: Tensor) -> list[float]:
+    """Return the mean of what each neuron gives."""
+    with torch.no_grad(), flexsn.monitor(network) as monitor:
+        network(x)
+    return [layer.rate for layer in monitor.layers.values()]
+
+
 def network_case(make: Callable[[], tuple[list[nn.Module], list[int]]], device: str, repeats: int) -> dict:
     torch.manual_seed(0)
     layers, shape = make()
     loops, x = nn.Sequential(*make()[0]).to(device), torch.randn(shape, device=device)
+    x = (x > 1.88).float() if make is events else x
     network = nn.Sequential(*layers).to(device)
     loops.load_state_dict(network.state_dict())
     kept = (flexsn.FlexSN, nn.Linear)
@@ -109,10 +123,11 @@ def network_case(make: Callable[[], tuple[list[nn.Module], list[int]]], device: 
     with torch.no_grad():
         outputs = [run(x) for run in (over_time, one_by_one, loop)]
     same = [(outputs[0] - y).abs().max().item() for y in outputs[1:]]
+    rates = rates_of(over_time, x)
     params = [*network.parameters(), *loops.parameters()]
     found = passes({"flexsn": over_time, "layers one by one": one_by_one}, x, params, repeats)
     beside = passes({"flexsn": over_time, "single steps": loop}, x, params, repeats)  # apart: what runs after many small tensors is slower
-    return {"network": make.__name__, "shape": shape, "largest_difference": same, **found, "beside_single_steps": beside}
+    return {"network": make.__name__, "shape": shape, "rates": rates, "largest_difference": same, **found, "beside_single_steps": beside}
 
 
 def cores(width: int, device: str) -> dict[str, tuple[Callable, int, list[nn.Parameter]]]:
@@ -189,7 +204,7 @@ def main() -> None:
         "machine": machine(), "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "date": datetime.date.today().isoformat(),
         "threads": torch.get_num_threads(), "repeats": repeats, "load_before": load,
-        "networks": [network_case(make, device, repeats) for make in (dense, small, convolutional)],
+        "networks": [network_case(make, device, repeats) for make in (dense, events, small, convolutional)],
         "cores": [core_case(name, 100, 64, 256, device, repeats) for name in cores(8, device)],
     }  # fmt: skip
     print(json.dumps(found, indent=1))

@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from .._operator.mixing.cpp_products import by_spikes
 from .._torch.tensors import unwatched
 from ..errors import StaleStateError, StepByStepError
 from .walks import Walk, begins, ends, walking
@@ -214,7 +215,9 @@ class AllSteps(TorchFunctionMode, Walk):
         if (rank := _TAKES_A_BATCH.get(name)) is not None and len(steps) == 1 and args and args[0] is steps[0]:
             return mapped(self._step_or_value, _in_the_batch(func, steps[0], rank, args[1:], kwargs))
         if name in _ELEMENTWISE and _aligned(name, args, kwargs):
-            return mapped(self._step_or_value, func(*whole_of(args), **whole_of(kwargs)))
+            whole, options = whole_of(args), whole_of(kwargs)
+            found = _linear_by_spikes(*whole, **options) if func is F.linear else None
+            return mapped(self._step_or_value, func(*whole, **options) if found is None else found)
         return self._over_time(func, args, kwargs, steps)
 
     def sequence(self, x: Tensor) -> Tensor:
@@ -279,6 +282,11 @@ def _in_the_batch(func: Any, step: Step, rank: int, args: tuple, kwargs: dict[st
     if step.dim() == rank:  # a step has no batch
         return func(whole, *args, **kwargs)
     return mapped(lambda y: y.unflatten(0, whole.shape[:2]), func(whole.flatten(0, 1), *args, **kwargs))
+
+
+def _linear_by_spikes(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Return what a linear layer, whose arguments these are, makes of all steps; None where it is not worth to look at spikes alone."""
+    return by_spikes(input, weight.T, bias)
 
 
 def _aligned(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -8,8 +8,8 @@ from torch.nn.functional import layer_norm, linear
 import flexsn
 from flexsn import surrogate
 from flexsn._captured.captured_values import look
-from flexsn._operator.mixing import cpp_products, cpp_walk
-from flexsn._operator.mixing.cpp_products import Driven, outer
+from flexsn._operator.mixing import cpp_walk
+from flexsn._operator.mixing.cpp_products import Driven, by_spikes, outer
 from flexsn._operator.mixing.cpp_walk import Walk
 from flexsn._operator.mixing.mixing_calls import MixingFunction, Run, moves
 from flexsn._program.replay import Kinds
@@ -281,15 +281,16 @@ def test_driven_products_as_the_librarys():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own
-def test_tangents_and_transforms_take_the_librarys_product():
+def test_tangents_transforms_and_autocast_take_the_librarys_product():
     x, w = torch.zeros(2000, 50), torch.randn(50, 60)
-    assert cpp_products.drives(x, [w])
+    assert torch.equal(by_spikes(x, w), torch.zeros(2000, 60))
     with torch.autograd.forward_ad.dual_level():
-        assert not cpp_products.drives(torch.autograd.forward_ad.make_dual(x, x), [w])
-    seen = []
-    torch.vmap(lambda row: (seen.append(cpp_products.drives(row, [w])), row)[1])(torch.zeros(2, 2000, 50))
-    assert seen == [False]
-    assert not cpp_products.drives(x[:5], [w])  # too little to look
+        assert by_spikes(torch.autograd.forward_ad.make_dual(x, x), w) is None
+    torch.vmap(lambda rows: rows if by_spikes(rows, w) is None else pytest.fail("a transform"))(torch.zeros(2, 2000, 50))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert by_spikes(x, w) is None
+    assert by_spikes(x[:5], w) is None  # too little to look
+    assert by_spikes(x.half(), w.half()) is None and by_spikes(x, w.double()) is None
 
 
 def test_the_same_bits_at_any_number_of_threads():

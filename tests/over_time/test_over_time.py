@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import flexsn
+from flexsn._operator.mixing.cpp_products import Driven
 
 
 def plain_loop(network, *inputs):
@@ -563,3 +564,28 @@ def test_a_function_that_returns_none_beside_a_tensor():
         warnings.simplefilter("ignore", UserWarning)  # PyTorch's, of a slow batching rule
         found = flexsn.over_time(network, strict=True)(x)
     torch.testing.assert_close(found, torch.stack([network(step) for step in x]))
+
+
+@pytest.mark.skipif("config.getoption('--device') == 'cuda'", reason="on a GPU linear layers are PyTorch's own")
+@pytest.mark.parametrize("by_name", [False, True])
+def test_spikes_drive_linear_layers(by_name, monkeypatch):
+    """As the layers one by one, to rounding; of what is not mostly zero with the same bits."""
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return F.linear(input=x, weight=self.weight, bias=self.bias) if by_name else super().forward(x)
+
+    layers = [Layer(120, 80), flexsn.LIF(stateful=False, v_threshold=0.1), Layer(80, 30)]
+    network, x = nn.Sequential(*layers).double(), (torch.rand(90, 9, 120, dtype=torch.float64) < 0.05).double()
+    found, forward = [], Driven.forward
+    monkeypatch.setattr(Driven, "forward", staticmethod(lambda ctx, *operands: (found.append(1), forward(ctx, *operands))[1]))
+    for spikes in (x, torch.randn_like(x)):
+        found.clear()
+        leaf = spikes.clone().requires_grad_()
+        want, got = network(leaf), flexsn.over_time(network, strict=True)(leaf)
+        assert len(found) == (spikes is x)  # the second layer is too small to look
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12) if found else torch.testing.assert_close(got, want, rtol=0, atol=0)
+        cotangent = torch.randn_like(want)
+        grads = [torch.autograd.grad(y, [leaf, *network.parameters()], cotangent) for y in (got, want)]
+        for own, expected in zip(*grads, strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-10)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,7 +88,7 @@ def product(a: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Driven(torch.autograd.Function):
-    """A product of spikes with weights, `a @ w + bias`; see `drives`."""
+    """A product of spikes with weights, `a @ w + bias`; see `by_spikes`."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,11 +105,14 @@ class Driven(torch.autograd.Function):
         return grad @ w.T if ctx.needs_input_grad[0] else None, found, by.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def drives(a: Tensor, fixed: Sequence[Tensor]) -> bool:
-    """Return whether rows of weights are driven by what is not zero in `a`: on a CPU, where it is little, and worth to look."""
-    tensors = (a, *fixed)
-    return (
-        a.device.type == "cpu" and a.dtype in DTYPES and a.dim() > 1 and a.numel() * fixed[0].numel() // max(1, a.shape[-1]) >= _WORTH
-        and all(is_plain(t) and has_storage(t) and t.dtype is a.dtype and not has_tangent(t) for t in tensors)
-        and mostly_zero(a.detach().flatten(0, -2))
-    )  # fmt: skip
+def by_spikes(a: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Return `a @ w + bias`, of which rows of `w` are driven by what is not zero in `a [..., K]`; None where that is not much of a large
+    product on a CPU, or a transform, a trace or autocast is to see a product of PyTorch's."""
+    tensors = [t for t in (a, w, bias) if t is not None]
+    plain = all(is_plain(t) and has_storage(t) and t.dtype is a.dtype and not has_tangent(t) for t in tensors)
+    if not plain or a.device.type != "cpu" or a.dtype not in DTYPES or a.dim() < 2 or torch.is_autocast_enabled("cpu"):
+        return None
+    rows = a.detach().flatten(0, -2)
+    if rows.numel() * w.shape[1] < _WORTH or not mostly_zero(rows):
+        return None
+    return Driven.apply(a, w, bias)

@@ -24,7 +24,7 @@ from ..._capture.signature import Signature
 from ..._capture.trace import Meta
 from ..._torch.autograd import saved_tensors_hooks_there
 from ...errors import NotElementwiseError
-from .cpp_products import Driven, drives, outer
+from .cpp_products import by_spikes, outer
 from .precision import in_its_dtype, tensors_in, with_tensors
 
 # What a step takes and computes: `("x", k, 0)` an input, `("v", k, 0)` a state before the step and `("n", k, 0)` after it, `("y", k, 0)` an
@@ -187,9 +187,9 @@ class MixingFunction:
     def over_time(self, operands: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return its results for all steps, `[T, ...]`."""
         if self.weights is not None:
-            if self.autocast is None and drives(operands[0], fixed):
-                w = fixed[0].T if self.func is torch.nn.functional.linear else fixed[0]
-                return (Driven.apply(operands[0], w, *fixed[1:]),) if len(fixed) > 1 else (Driven.apply(operands[0], w, None),)
+            w = fixed[0].T if self.func is torch.nn.functional.linear else fixed[0]
+            if self.autocast is None and (found := by_spikes(operands[0], w, *fixed[1:])) is not None:
+                return (found,)
             if self.func not in (torch.mm, Tensor.mm):  # products take any dims before the last: 80 us less
                 return self(*operands, *fixed)
         return torch.vmap(self, in_dims=(*[0] * len(operands), *[None] * len(fixed)))(*operands, *fixed)
