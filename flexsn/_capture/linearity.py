@@ -28,6 +28,9 @@ LINEAR: dict[str, int] = {
     "aten::complex": 2, "aten::_conj": 1, "aten::_conj_physical": 1, "aten::view_as_real": 1, "aten::view_as_complex": 1,
 }  # fmt: skip
 PRODUCTS = {"aten::mul", "aten::mm", "aten::bmm", "aten::mv", "aten::dot"}
+MIXING = {  # ops that mix neurons, of whatever others PyTorch composes them
+    *LINEAR, "aten::addmm", "aten::baddbmm", "aten::addmv", "aten::convolution", "aten::split", "aten::split_with_sizes", "aten::unbind",
+}  # fmt: skip
 LINEAR_IN_FIRST = {  # and nowhere else
     "aten::div", "aten::xlogy", "aten::special_xlog1py", "aten::logit_backward", "aten::convolution_backward",
     "aten::avg_pool2d_backward", "aten::upsample_nearest1d_backward",

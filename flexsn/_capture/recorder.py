@@ -27,7 +27,7 @@ from .complex_numbers import PLAIN, Pairs
 from .decompositions import LAID_OUT_IN_PLACE, LAYOUT, decomposition
 from .graph_writer import getitem
 from .inner import MIXES, MOST
-from .linearity import LINEAR, PRODUCTS, addends, is_linear, leaves, most_moving
+from .linearity import LINEAR, MIXING, PRODUCTS, addends, is_linear, leaves, most_moving
 from .restrictions import Refusing, op_name
 from .signature import BOOL_HINT, COMPLEX, DTYPES, Signature, dtype_hint
 
@@ -163,7 +163,7 @@ class Recorder(Refusing, TorchDispatchMode):
         if self.in_backward and name in LINEAR:
             return self.reduced(func, args, kwargs, nodes)
         self.refuse_mixed_dtypes(self.user_op or func, nodes)
-        decomposed = NotImplemented if name in LINEAR else self.decompose(func, args, kwargs)  # those mix, however they are written
+        decomposed = NotImplemented if name in MIXING else self.decompose(func, args, kwargs)  # those mix, however they are written
         if decomposed is not NotImplemented:
             return decomposed
         self.poison(func, nodes)

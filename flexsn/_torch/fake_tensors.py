@@ -53,10 +53,11 @@ def fake_errors_unlogged() -> Iterator[None]:
 
 
 _UNTAGGED = frozenset("_to_copy empty_like floor_divide full_like masked_fill ones_like rsub where zeros_like".split())  # elementwise, too
+_PRODUCTS = frozenset({"addmm", "bmm", "mm"})
 _SHAPE_AT = {"full": 0, "ones": 0, "zeros": 0, "new_empty": 1, "new_full": 1, "new_ones": 1, "new_zeros": 1}
 _IN_CPP = frozenset({  # their meta kernels
-    "alias", "detach", "empty", "empty_strided", "expand", "permute", "select", "select_backward", "slice", "slice_backward", "squeeze",
-    "t", "transpose", "unbind", "unsqueeze", "view", "view_as_complex", "view_as_real",
+    "alias", "detach", "empty", "empty_strided", "expand", "permute", "select", "select_backward", "slice", "slice_backward", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "view_as_complex", "view_as_real",
 })  # fmt: skip
 
 
@@ -126,7 +127,8 @@ class LightFakeMode(FakeTensorMode):
             faked = [m if isinstance(m, FakeTensor) else FakeTensor(self, m, device) for m in (made if isinstance(made, list) else [made])]
             return faked if isinstance(made, list) else faked[0]
         shape = _shape(func, name, args, tensors)
-        if shape is None or not all(map(_in_order, tensors)) or kwargs.get("layout") not in (None, torch.strided):
+        ordered = name in _PRODUCTS or all(map(_in_order, tensors))  # of a product all dims but two, and the result, are
+        if shape is None or not ordered or kwargs.get("layout") not in (None, torch.strided):
             return NotImplemented
         given = [list(map(_empty, a)) if name == "stack" and a is args[0] else _empty(a) for a in args]
         if name in _SHAPE_AT:
@@ -159,6 +161,11 @@ def _shape(func: Any, name: str, args: tuple, tensors: Sequence[torch.Tensor]) -
         (x, dims, keep), rank = (*args, None, False)[:3], args[0].dim()
         summed = {d % rank for d in dims or range(rank)}
         return tuple([1 if d in summed else n for d, n in enumerate(x.shape) if keep or d not in summed])
+    if name in _PRODUCTS:
+        a, b = tensors[-2:]
+        fits = a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2]
+        bias = tuple(tensors[0].shape) if len(tensors) == 3 else (1,)
+        return (*a.shape[:-1], b.shape[-1]) if fits and bias in ((1,), b.shape[-1:]) else None
     if tensors and (torch.Tag.pointwise in func.tags or name in _UNTAGGED):
         return broadcast_shapes(*[t.shape for t in tensors])
     return () if name == "scalar_tensor" else None

@@ -41,6 +41,14 @@ for name in ("softplus elu silu leaky_relu mish celu selu hardsigmoid hardswish 
 branches = torch.rand(3, requires_grad=True)
 dendrites = lambda x, d: ((d * branches).mean(-1), d * 0.9 + x.unsqueeze(-1))
 trained("a mean over an inner dim", lambda: flexsn.scan(dendrites, [x], [torch.zeros(2, 3, 3)]).outputs[0], [x, branches])
+linear, gates = torch.nn.functional.linear, torch.rand(12, 3, requires_grad=True)
+def lstm(x, h, c):
+    i, f, o, u = (linear(x, gates, gates[:, 0]) + linear(h, gates)).chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(u)
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return h, h, c
+trained("an LSTM", lambda: flexsn.scan(lstm, [x], [None, None], strict=True).outputs[0], [x, gates])
+trained("a recurrent layer", lambda: flexsn.Recurrent(flexsn.LIF(), torch.nn.Linear(3, 3))(x), [x])
 with torch.no_grad():
     flexsn.LIF()(x)
 assert HEAVY.isdisjoint(sys.modules), "inference"
@@ -124,6 +132,16 @@ OPS = {
     "transposed": lambda a, b: aten.add.Tensor(aten.transpose.int(a, 0, 1), 1),
     "view": lambda a, b: aten.view.default(a, [-1]),
     "view of what is expanded": lambda a, b: aten.view.default(aten.expand.default(a, [2, 3, 4]), [-1]),
+    "mm": lambda a, b: aten.mm.default(a, aten.t.default(a)),
+    "mm of another width": lambda a, b: aten.mm.default(a, a),
+    "mm of another dtype": lambda a, b: aten.mm.default(a, aten.expand.default(aten.view.default(b, [-1, 1]), [-1, 5])),
+    "addmm": lambda a, b: aten.addmm.default(aten.select.int(a, 1, 0), a, aten.t.default(a)),
+    "addmm of a matrix": lambda a, b: aten.addmm.default(b, a, aten.t.default(a), beta=2),
+    "bmm": lambda a, b: aten.bmm.default(aten.expand.default(a, [2, 3, 4]), aten.transpose.int(aten.expand.default(a, [2, 3, 4]), 1, 2)),
+    "bmm of another batch": lambda a, b: aten.bmm.default(aten.expand.default(a, [2, 3, 4]), aten.expand.default(aten.t.default(a), [3, 4, 3])),
+    "split": lambda a, b: aten.split.Tensor(a, 2, -1)[1],
+    "split with sizes": lambda a, b: aten.split_with_sizes.default(a, [1, 3], 1)[1],
+    "split with other sizes": lambda a, b: aten.split_with_sizes.default(a, [1, 4], 1)[1],
     "no such dim": lambda a, b: aten.sum.dim_IntList(a, [5]),
     "two devices": lambda a, b: aten.add.Tensor(a, torch.empty(3, 4, device="cpu" if a.device.type == "cuda" else "cuda")),
     "other kernels": lambda a, b: aten.cumsum.default(a, 0),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._plan.plan import KernelPlan
-from ..._runtime.cpp_kernel import Kernel, load
+from ..._runtime.cpp_kernel import Kernel, load, start
 from ..._runtime.fork import num_threads
 from ..._runtime.memory import allocator, dense_strides
 from ..._torch.tensors import has_storage
@@ -36,10 +36,18 @@ FLEXSN_RUN {{ return flexsn::outer<{name}>(arrays, dims, T, N, tile, threads); }
 """
 
 
+_PLAN = KernelPlan("recurrent", "forward", (), (), (), (), 1, numbers=False)  # of which the loader reads nothing more
+
+
 @functools.cache
 def _loaded(source: str) -> Kernel:
-    plan = KernelPlan("recurrent", "forward", (), (), (), (), 1, numbers=False)  # of which the loader reads nothing more
-    return load(plan, source)  # type: ignore[return-value]  # nothing is put off where calls run
+    return load(_PLAN, source)  # type: ignore[return-value]  # nothing is put off where calls run
+
+
+def expect(dtype: torch.dtype, *, trains: bool) -> None:
+    """Start to build, beside the kernels of a recurrence, what calls of it need."""
+    for text in (_LOOP, _OUTER) if trains else (_LOOP,):
+        start(_PLAN, text.format(name=DTYPES[dtype]))
 
 
 def loop(dtype: torch.dtype) -> Kernel:

@@ -18,7 +18,7 @@ from ..._torch.tensors import has_storage
 from ..._torch.transforms import is_plain
 from ...errors import DoubleBackwardError
 from ..autograd import run_call
-from .mixing_calls import Place
+from .mixing_calls import Place, pulled_back
 from .recurrence import Loop
 
 
@@ -174,7 +174,7 @@ def _pulled(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     ys = [(y, g) for group, of in results for key, y in group.items() if y.requires_grad and (g := of.get(key)) is not None]
     asked = [t for t in leaves.tensors if t.requires_grad]
     pulled = iter(
-        torch.autograd.grad([y for y, _ in ys], asked, [g for _, g in ys], retain_graph=ctx.made is not None, allow_unused=True)
+        pulled_back([y for y, _ in ys], [g for _, g in ys], asked, retain_graph=ctx.made is not None)
         if ys and asked else [None] * len(asked)
     )  # fmt: skip
     of_leaves: dict[str, Any] = leaves.of([next(pulled) if t.requires_grad else None for t in leaves.tensors])._asdict()

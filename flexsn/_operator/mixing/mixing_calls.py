@@ -212,7 +212,7 @@ class MixingFunction:
             fixed = [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs, strict=True)]
             used = [(y, g) for y, g in zip(self(*operands, *fixed), grads, strict=True) if y.requires_grad]
         asked = [t for t in (*operands, *fixed) if t.requires_grad]
-        found = iter(torch.autograd.grad([y for y, _ in used], asked, [g for _, g in used], allow_unused=True) if used else ())
+        found = iter(pulled_back([y for y, _ in used], [g for _, g in used], asked) if used else ())
         return [next(found, None) if t.requires_grad else None for t in (*operands, *fixed)]
 
     def of_weights(self, first: Tensor, later: Tensor, grads: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -244,6 +244,29 @@ class MixingFunction:
 
 
 _BY_WEIGHTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
+
+
+def pulled_back(
+    ys: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor], *, retain_graph: bool = False
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """Return what `torch.autograd.grad(ys, leaves, grads, allow_unused=True)` does. That imports sympy, to compare shapes, for most of a
+    second."""
+    with torch.enable_grad():
+        root = _Cotangents.apply(grads, *ys)
+    return torch.autograd.grad(root, leaves, retain_graph=retain_graph, allow_unused=True)
+
+
+class _Cotangents(torch.autograd.Function):
+    """A number whose gradient some cotangents are."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *ys: Tensor) -> Tensor:
+        ctx.grads = grads
+        return ys[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.grads
 
 
 def mixing_functions(

@@ -150,6 +150,8 @@ class _Forward(_Steps):
 
     def __init__(self, loop: Any, make: Callable[..., Any], fresh: Fresh, keeps: bool):
         super().__init__(loop, make, fresh)
+        if loop.device.type == "cpu":
+            cpp_products.expect(self.walk.dtype, trains=keeps)
         self.keeps, self.after, self.ends = keeps, dict[int, Array](), dict[int, Tensor]()
         self.befores = loop.befores if keeps else []
         for k, start in loop.start.items():
