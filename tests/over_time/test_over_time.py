@@ -487,6 +487,7 @@ def test_an_input_that_was_written_to_is_not_run_again():
     assert torch.equal(x, torch.full((3, 2), 2.0))
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # PyTorch's own, where the first thing that a thread does is a product
 def test_threads_share_a_network_that_carries_nothing():
     network = nn.Sequential(nn.Linear(4, 8), flexsn.LIF(tau=2.0, stateful=False), nn.Linear(8, 3))
     over_time, xs = flexsn.over_time(network, strict=True), [torch.randn(6, 2, 4) for _ in range(64)]
