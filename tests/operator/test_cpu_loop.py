@@ -290,6 +290,7 @@ def test_tangents_transforms_and_autocast_take_the_librarys_product():
     with torch.autocast("cpu", torch.bfloat16):
         assert by_spikes(x, w) is None
     assert by_spikes(x[:5], w) is None  # too little to look
+    assert by_spikes(x, w[:40]) is None and by_spikes(x, w[:, 0]) is None and by_spikes(x, w, torch.ones(1)) is None  # not of one size
     assert by_spikes(x.half(), w.half()) is None and by_spikes(x, w.double()) is None
 
 

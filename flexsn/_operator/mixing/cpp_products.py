@@ -116,11 +116,13 @@ class Driven(torch.autograd.Function):
 def by_spikes(a: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Return `a @ w + bias`, of which rows of `w` are driven by what is not zero in `a [..., K]`; None where that is not much of a large
     product on a CPU, or a transform, a trace or autocast is to see a product of PyTorch's."""
-    tensors = [t for t in (a, w, bias) if t is not None]
-    plain = all(is_plain(t) and has_storage(t) and t.dtype is a.dtype and not has_tangent(t) for t in tensors)
-    if not plain or a.device.type != "cpu" or a.dtype not in DTYPES or a.dim() < 2 or torch.is_autocast_enabled("cpu"):
+    if not a.is_cpu or a.dtype not in DTYPES or a.dim() < 2 or torch.is_autocast_enabled("cpu"):
         return None
-    rows = a.detach().flatten(0, -2)
-    if rows.numel() * w.shape[1] < _WORTH or not mostly_zero(rows):
+    if w.shape != (a.shape[-1], w.shape[-1]) or (bias is not None and bias.shape != w.shape[1:]) or a.numel() * w.shape[1] < _WORTH:
+        return None
+    tensors = [t for t in (a, w, bias) if t is not None]
+    if not all(is_plain(t) and has_storage(t) and t.dtype is a.dtype and not has_tangent(t) for t in tensors):
+        return None
+    if not mostly_zero(a.detach().flatten(0, -2)):
         return None
     return Driven.apply(a, w, bias)
