@@ -214,6 +214,8 @@ class AllSteps(TorchFunctionMode, Walk):
             return self.step_of(torch.stack([func(row, *args[1:], **kwargs) for row in rows]))
         if (rank := _TAKES_A_BATCH.get(name)) is not None and len(steps) == 1 and args and args[0] is steps[0]:
             return mapped(self._step_or_value, _in_the_batch(func, steps[0], rank, args[1:], kwargs))
+        if func in (torch.flatten, Tensor.flatten) and args and args[0] is steps[0] and steps[0].dim():
+            return self.step_of(whole_of_step(steps[0]).flatten(*_after_time(*args[1:], **kwargs)))
         if name in _ELEMENTWISE and _aligned(name, args, kwargs):
             whole, options = whole_of(args), whole_of(kwargs)
             found = _linear_by_spikes(*whole, **options) if func is F.linear else None
@@ -282,6 +284,11 @@ def _in_the_batch(func: Any, step: Step, rank: int, args: tuple, kwargs: dict[st
     if step.dim() == rank:  # a step has no batch
         return func(whole, *args, **kwargs)
     return mapped(lambda y: y.unflatten(0, whole.shape[:2]), func(whole.flatten(0, 1), *args, **kwargs))
+
+
+def _after_time(start_dim: int = 0, end_dim: int = -1) -> tuple[int, ...]:
+    """Return dims of a step as those of a sequence."""
+    return tuple([dim + (dim >= 0) for dim in (start_dim, end_dim)])
 
 
 def _linear_by_spikes(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

@@ -590,3 +590,19 @@ def test_spikes_drive_linear_layers(by_name, monkeypatch):
         grads = [torch.autograd.grad(y, [leaf, *network.parameters()], cotangent) for y in (got, want)]
         for own, expected in zip(*grads, strict=True):
             torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dims", [(), (1,), (-2,), (0, 1), (1, -1), (-3, -2)])
+def test_flattened_steps(dims):
+    class Net(nn.Module):
+        def forward(self, x):
+            return x.flatten(*dims), torch.flatten(x, *dims) * 2, torch.flatten(x[..., 0], start_dim=1), x.sum().flatten()
+
+    x = torch.randn(4, 2, 3, 5)
+    for got, want in zip(flexsn.over_time(Net(), strict=True)(x), zip(*map(Net(), x), strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(want))
+
+
+def test_dims_that_are_not_there():
+    with pytest.raises(IndexError):
+        flexsn.over_time(nn.Flatten(4))(torch.randn(4, 2, 3, 5))
