@@ -80,6 +80,8 @@ class Inner:
         val = self.recorder.evaluate(func, args, kwargs)
         if isinstance(val, Tensor) and any(val is a for a in args):
             return val
+        if any(v.dim() and not v.shape[-1] for v in _flat(val)):
+            raise self.refusal(func, "It gives no values here: a slice is empty.")
         if _elementwise(func):
             found = self._each(func, args, kwargs)
         elif name in _RULES:

@@ -1,8 +1,10 @@
 """Cores that add over a small last dim: their kernels against the eager loop, and what is refused."""
 
+import contextlib
+
 import pytest
 import torch
-from helpers import backends, check, evaluate, on_cpu
+from helpers import backends, check, check_mixing, evaluate, on_cpu
 
 import flexsn
 from flexsn import surrogate
@@ -349,3 +351,33 @@ def test_parts_of_a_param_are_found_at_one_index(shape):
     sources = [kernel.source for kernel in report.passes.values()]
     assert len(sources) >= 2 and all(source.count("math.index") == 1 for source in sources)
     assert all(source.count("_seq + p0_at, mask=mask") == 3 for source in sources)
+
+
+def chain_of_compartments(x, d):
+    d = 0.9 * d + 0.1 * torch.cat([torch.zeros_like(d[..., :1]), d[..., :-1]], -1) + x.unsqueeze(-1)
+    return d.sum(-1), d
+
+
+def halves(x, d):
+    half = d.shape[-1] // 2
+    d = torch.cat([d[..., half:] * 0.9, d[..., :half] * 0.8 + x.unsqueeze(-1)], -1)
+    return d.sum(-1), d
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("core", [chain_of_compartments, halves])
+def test_slices_that_are_empty(core, n):
+    """Of one compartment they are: such a core runs in the eager loop, and the warning names the line."""
+    operands = [torch.rand(5, 3, 4, dtype=DOUBLE)], [torch.zeros(3, 4, n, dtype=DOUBLE)], []
+    said = pytest.warns(FallbackWarning, match="test_inner.py") if n == 1 else contextlib.nullcontext()
+    with said:
+        check_mixing(core, *operands)
+
+
+def test_a_slice_that_is_empty_without_an_inner_dim():
+    def core(x, v):
+        v = 0.9 * torch.cat([v[..., 0:], v[..., :0]], -1) + x
+        return v, v
+
+    with pytest.warns(FallbackWarning, match="test_inner.py"):
+        check_mixing(core, [torch.rand(5, 3, 4, dtype=DOUBLE)], [torch.zeros(3, 4, dtype=DOUBLE)], [])

@@ -153,6 +153,8 @@ def take_apart(
             moving = tuple([k for k, n in enumerate(nodes) if n.meta["kind"] == "step"])
             results = (result,) if isinstance(result, Tensor) else tuple(result) if isinstance(result, (tuple, list)) else ()
             fits = isinstance(why, NotElementwiseError) and MIXES in why.reason and moving and results
+            if fits and any(not y.numel() for y in results if isinstance(y, Tensor)) and all(tensors[k].numel() for k in moving):
+                fits = False  # a slice is empty, and has no cotangents
             if why is None or not fits or not all(isinstance(y, Tensor) for y in results) or len(mixing) == _MOST:
                 recorder.error = before or why
                 return result
