@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from .._operator.mixing.cpp_products import by_spikes
+from .._operator.mixing.cpp_walk import by_spikes
 from .._torch.tensors import unwatched
 from ..errors import StaleStateError, StepByStepError
 from .walks import Walk, begins, ends, walking

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import flexsn
-from flexsn._operator.mixing.cpp_products import Driven
+from flexsn._operator.mixing.cpp_walk import Driven
 
 
 def plain_loop(network, *inputs):

@@ -24,7 +24,8 @@ from ..._capture.signature import Signature
 from ..._capture.trace import Meta
 from ..._torch.autograd import saved_tensors_hooks_there
 from ...errors import NotElementwiseError
-from .cpp_products import by_spikes, outer
+from .cpp_products import outer
+from .cpp_walk import by_spikes
 from .precision import in_its_dtype, tensors_in, with_tensors
 
 # What a step takes and computes: `("x", k, 0)` an input, `("v", k, 0)` a state before the step and `("n", k, 0)` after it, `("y", k, 0)` an
