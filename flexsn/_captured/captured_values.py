@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import CapturedValueWarning
@@ -50,7 +51,7 @@ class CapturedValues:
         self._items, self._attributes, self._sizes, self._orders = walk.items, walk.attributes, walk.sizes, walk.orders
         self._places = walk.places
         self.any_tensors = bool(walk.places)
-        self._root = tuple([getattr(core, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__")])
+        self._root = (*[getattr(core, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__")], type(walk.home))
         # what is taken as it is may change unseen: such a look shares no program with another
         self.fingerprint = (*walk.constants, object()) if walk.frozen else tuple(walk.constants)
         self.frozen, self.kept, self.simple, self.refusal = walk.frozen, walk.kept, walk.simple, walk.refusal
@@ -73,9 +74,11 @@ class CapturedValues:
     def valid(self, core: Callable | None = None) -> bool:
         """Return whether every constant is what it was, so that a look would find the same; of `core`, the same callable, also its code."""
         if core is not None:
-            code, defaults, kwdefaults = self._root
-            root = getattr(core, "__code__", None) is code and getattr(core, "__defaults__", None) is defaults
-            if not (root and getattr(core, "__kwdefaults__", None) is kwdefaults):
+            code, defaults, kwdefaults, kind = self._root
+            home = core.__self__ if isinstance(core, types.MethodType) else core
+            if type(home) is not kind or getattr(core, "__code__", None) is not code or getattr(core, "__defaults__", None) is not defaults:
+                return False
+            if getattr(core, "__kwdefaults__", None) is not kwdefaults:
                 return False
         try:
             for table, key, value in self._items:  # plain loops: every call comes here
@@ -175,24 +178,27 @@ def _nothing() -> None:
 
 
 # --- the cache of looks at cores of `flexsn.scan`; a `FlexSN` keeps its own ----------------------------------------------------
-_looks: weakref.WeakKeyDictionary[Callable, CapturedValues] = weakref.WeakKeyDictionary()
+# by the function or module, and the function behind a method of it
+_looks: weakref.WeakKeyDictionary[Any, dict[Any, CapturedValues]] = weakref.WeakKeyDictionary()
 
 
 def look(core: Callable) -> CapturedValues:
     """Return what the core captures, looked at again only when something has changed.
 
-    Functions whose places may lead back to them are looked at in every call: a table that keeps what they hold would keep them alive.
+    Cores whose places may lead back to them are looked at in every call: a table that keeps what they hold would keep them alive.
     """
-    if not isinstance(core, types.FunctionType):
+    home, behind = (core.__self__, core.__func__) if isinstance(core, types.MethodType) else (core, None)
+    if not isinstance(home, (types.FunctionType, torch.nn.Module)) or type(home).__hash__ is not object.__hash__:
         with lock:
             return CapturedValues(core)
-    known = _looks.get(core)
+    looks = _looks.get(home)
+    known = looks.get(behind) if looks is not None else None
     if known is not None and known.valid(core):
         return known
     with lock:
         seen = look_again(core, known)
         if seen.simple:
-            _looks[core] = seen
+            _looks.setdefault(home, {})[behind] = seen
         return seen
 
 

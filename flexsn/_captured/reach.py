@@ -30,11 +30,13 @@ class Reach:
 
     Attributes:
         names: of attributes and globals in all of the code.
+        home: what a look at the core lives as long as: the object of a bound method, else the core.
         fixed: `id` of tensors that code inside classes reads, which is not rebuilt: they stand for themselves.
     """
 
     def __init__(self, core: Any):
-        self.names: frozenset[str] = frozenset({"parametrizations"})
+        self.names: frozenset[str] = frozenset({"parametrizations", "forward"})
+        self.home = core.__self__ if isinstance(core, types.MethodType) else core
         self.fixed: set[int] = set()
         before = -1
         while len(self.names) != before:  # names that are met late may lead further in what was met before

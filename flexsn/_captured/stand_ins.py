@@ -32,6 +32,7 @@ from .user_code import (
     globals_of,
     is_library,
     is_users,
+    leads_nowhere,
     members,
     slots_of,
     users_bases,
@@ -45,6 +46,7 @@ class Walk:
 
     Attributes:
         core: the core on stand-ins.
+        home: what the look lives as long as: the object of a bound method, else the core.
         made: stand-ins of tensors, by path.
         places: of each captured tensor, the table and key that hold it (key None: a cell).
         items, attributes, sizes, orders: guards: tables with keys, objects with attribute names, containers with lengths, dicts with keys.
@@ -59,6 +61,7 @@ class Walk:
     def __init__(self, core: Callable, make: Callable[[Tensor], Tensor], registered: dict[str, Tensor] | None = None):
         self._root, self._make, self._registered = core, make, registered or {}
         reach = Reach(core)
+        self.home = reach.home
         self._names, self._fixed, self._whole = reach.names, reach.fixed, not reach.names.isdisjoint(WHOLE)
         self._memo: dict[int, Any] = {}
         self._first: dict[int, str] = {}
@@ -115,6 +118,7 @@ class Walk:
             self.constants.append((path, type(value).__qualname__, repr(value)))
             return value
         if id(value) in self._memo:
+            self.simple = self.simple and value is not self.home
             self.constants.append((path, "same as", self._first[id(value)]))
             return self._memo[id(value)]
         self._alive.append(value)
@@ -170,14 +174,9 @@ class Walk:
                 continue
             new.cell_contents = value if name == "__class__" else self._slot(prefix + name, cell, None, value, own)
             self._shells.add(prefix + name, new)
-        names = code.co_varnames[: code.co_argcount]
-        defaults = fn.__defaults__ or ()
-        made.__defaults__ = fn.__defaults__ and tuple(
-            [
-                self._slot(prefix + n, defaults, k, v, own)
-                for k, (n, v) in enumerate(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-            ]
-        )
+        if fn.__defaults__:
+            of, names = fn.__defaults__, code.co_varnames[code.co_argcount - len(fn.__defaults__) :]
+            made.__defaults__ = tuple([self._slot(prefix + names[k], of, k, v, own) for k, v in enumerate(of)])
         if fn.__kwdefaults__:
             made.__kwdefaults__ = {n: self._slot(prefix + n, fn.__kwdefaults__, n, v, own) for n, v in fn.__kwdefaults__.items()}
         for name in globals_of(fn):
@@ -233,9 +232,11 @@ class Walk:
             self.sizes.append((hooks, len(hooks)))
             self.constants.append((path, table, tuple(map(id, hooks.values()))))
             self._hooked |= bool(hooks)
+            self.simple = self.simple and not (hooks and isinstance(self.home, nn.Module))  # one may be its method
         if not getattr(type(module), "runs_sequences", False):  # what a neuron carries from call to call is no constant
+            self.sizes.append((vars(module), len(vars(module))))  # an attribute set later stands before that of the class
             for name, value in vars(module).items():
-                named = name in self._names or self._whole if users else isinstance(value, CONSTANTS)
+                named = name in self._names or (self._whole if users else isinstance(value, CONSTANTS))
                 if name not in INTERNALS and named:
                     held[name] = self._slot(prefix + name, vars(module), name, value)
         self._shells.add(path, held)
@@ -265,10 +266,11 @@ class Walk:
 
     def _class_of(self, path: str, value: Any, held: dict[str, Any]) -> None:
         """What an instance finds in its class by the names of the code: methods are bound to the shell, tensors get stand-ins."""
-        self.simple = self.simple and (isinstance(value, nn.Module) and value is not self._root)
         self.constants.append((path, "class", id(type(value))))
         self.kept.append(type(value))
-        self.attributes.append((value, "__class__", type(value)))
+        self.simple = self.simple and isinstance(value, nn.Module) and (value is not self.home or leads_nowhere(vars(value)))
+        if value is not self.home:  # nothing that is watched holds that; `valid` compares its class
+            self.attributes.append((value, "__class__", type(value)))
         self._watch_bases(type(value))
         seen = set(held)
         for base, name, raw in members(type(value), made=True):
@@ -333,25 +335,22 @@ class Walk:
 
     def _list(self, path: str, value: list, own: bool) -> Any:
         made = self._remember(value, [] if type(value) is list else copy.copy(value))
-        self._holds(path, value)
+        self._sized(path, value)
         made[:] = [self._slot(f"{path}.{k}", value, k, one, own) for k, one in enumerate(value)]
         self._shells.add(path, made)
         return made
 
     def _dict(self, path: str, value: dict, own: bool) -> Any:
         made = self._remember(value, {} if type(value) is dict else copy.copy(value))
-        self._holds(path, value)
+        self._sized(path, value)
         self.constants.append((path, "keys", tuple(map(repr, value))))
         made.update({k: self._slot(f"{path}.{k}", value, k, one, own) for k, one in value.items()})
         self._shells.add(path, made)
         return made
 
-    def _holds(self, path: str, value: Any) -> None:
-        inside = value.values() if isinstance(value, dict) else value
-        self.simple = self.simple and all(isinstance(one, (*CONSTANTS, Tensor, nn.Module)) and one is not self._root for one in inside)
-        self._sized(path, value)
-
     def _sized(self, path: str, value: Any) -> None:
+        inside = value.values() if isinstance(value, dict) else value
+        self.simple = self.simple and all(isinstance(one, (*CONSTANTS, Tensor, nn.Module)) and one is not self.home for one in inside)
         if isinstance(value, dict) and len(value) > 1:  # which may be iterated
             self.orders.append((value, list(value)))
         else:

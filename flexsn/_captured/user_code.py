@@ -91,6 +91,15 @@ def functions_in(raw: Any) -> Iterator[types.FunctionType]:
     yield from (fn for fn in found if isinstance(fn, types.FunctionType))
 
 
+def leads_nowhere(value: Any) -> bool:
+    """Return whether an attribute of a module surely does not lead back to the module."""
+    if isinstance(value, (tuple, list, dict, set)):
+        return all(map(leads_nowhere, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None and value.__defaults__ is None and value.__kwdefaults__ is None
+    return isinstance(value, (*CONSTANTS, torch.Tensor, nn.Module, type))
+
+
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for const in code.co_consts:
