@@ -37,6 +37,7 @@ from ..errors import (
     ShapeMismatchError,
     StaleStateError,
     StateMismatchError,
+    UnsupportedValueError,
 )
 from . import call as run
 from . import dtensor as sharding
@@ -270,7 +271,7 @@ def apart_from_mixing(error: FlexSNError, key: tuple | None, asked: CoreCall) ->
     if not mixes or nowhere or seen.wrap is not None:
         raise error
     if loops:
-        raise NotElementwiseError(
+        raise UnsupportedValueError(
             "mixes neurons, and takes operands of 16 bits without autocast", core=sig.core,
             hint="Call it under `torch.autocast`, or give it float32: states and sums are computed in that.",
         )  # fmt: skip

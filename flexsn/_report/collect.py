@@ -15,7 +15,7 @@ from .._capture.signature import core_name, loop_shape
 from .._codegen.language import numbers
 from .._operator.autograd import run_call
 from .._operator.call import Call
-from .._operator.dispatch import apart_from_mixing, other_starts, read_by, run_parts
+from .._operator.dispatch import apart_from_mixing, other_starts, read_by, run_core, run_parts
 from .._operator.fallback import unsaid
 from .._operator.prepare import prepare
 from .._over_time.steps import Step
@@ -49,7 +49,7 @@ from ..module import FlexSN
 from ..neurons.recurrent import Recurrent
 from .dependency import drawing_of
 from .hoisted import hoisted_ops, op_of
-from .measure import Others, beside_copies
+from .measure import Others, beside_copies, least_of_each
 from .model import Choice, Operand, Pass, Problem, SourceLine
 from .reports import NetworkReport, Report
 from .subject import Subject, machine_facts, of_segment, on_parts, source_of, subject_of
@@ -131,7 +131,7 @@ class _Noting:
 
 
 def _explain_one(subject: Subject, measure: bool) -> Report:
-    call, launches, problem = None, {}, None
+    call, launches, problem, whole = None, {}, None, subject
     with torch.enable_grad(), undisturbed():
         try:
             subject, call = _call_of(subject)  # what needs no kernel is shown where none can be built
@@ -143,8 +143,8 @@ def _explain_one(subject: Subject, measure: bool) -> Report:
         if call is not None:
             _describe_graphs(report, subject, call)
             report.passes = {name: _pass(name, launch, call) for name, launch in launches.items()}
-        if call is not None and measure and launches and call.T and report.neurons and not subject.around:
-            _measure(report, subject, call)
+        if call is not None and measure and launches and call.T and report.neurons:
+            _measure_whole(report, whole) if subject.around else _measure(report, subject, call)
     return report
 
 
@@ -345,6 +345,27 @@ def _measure(report: Report, subject: Subject, call: Call) -> None:
     moved = {name: made.bytes_moved for name, made in report.passes.items()}
     for name, found in beside_copies(_timed(report, subject, call), moved, device).items():
         report.passes[name].measured_s, report.passes[name].bound_s = found
+    report.others_busy = others.share()
+
+
+def _measure_whole(report: Report, subject: Subject) -> None:
+    """Time the call of which one piece is shown."""
+    s, others = subject, Others()
+    leaves = [t for t in s.tensors if t is not None and t.requires_grad]
+
+    def results() -> list[Tensor]:
+        options = {"strict": False, "sequences": False, "num_outputs": s.num_outputs}
+        finals, _, outputs = run_core(s.core, s.seen, s.inputs, s.states, s.params, backend=s.backend, **options)
+        return [*outputs, *finals]
+
+    def training() -> None:
+        roots = [y for y in results() if y.requires_grad]
+        torch.autograd.grad(roots, leaves, [torch.ones_like(y) for y in roots], allow_unused=True)
+
+    calls: dict[str, Callable[[], object]] = {"inference": torch.no_grad()(results)}
+    if any(y.requires_grad for y in results()):
+        calls["training"] = training
+    report.whole = dict(zip(calls, least_of_each([*calls.values()], s.inputs[0].device), strict=True))
     report.others_busy = others.share()
 
 

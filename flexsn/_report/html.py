@@ -10,7 +10,7 @@ from ..errors import as_shown
 from .measure import disturbance
 from .model import Facts, Op, Pass, SourceLine
 from .svg import draw, draw_pieces
-from .text import COLUMNS, cost_row, op_words, operand_words
+from .text import COLUMNS, cost_row, op_words, operand_words, whole_words
 from .words import launch_words, short
 
 
@@ -154,6 +154,8 @@ def _costs(report: Facts) -> str:
 def _cost_note(report: Facts) -> str:
     rate = next((p.copy_rate for p in report.passes.values()), None)
     measured = f" A copy of this size moves {rate / 1e9:.1f} GB/s here." if rate else " Nothing was measured."
+    if report.whole:
+        measured = f" They are of the piece that is shown, which is not measured by itself; {whole_words(report)}."
     return (
         "Bytes and operations per neuron-step; times of whole calls from Python, the shortest of several. The bound is the time "
         "that PyTorch's own copy takes to move as many bytes." + f"{measured} {disturbance(report.others_busy)}".rstrip()

@@ -171,6 +171,7 @@ class Facts:
         graph, vjp: the step and its derivative over the closed op set, as text.
         passes: the kernels, by name.
         machine: processor, threads and versions.
+        whole: of a core in pieces, seconds of the call with all of them: `inference`, and `training`, with its backward.
         others_busy: share of the cores that other processes used while it was measured.
     """
 
@@ -192,6 +193,7 @@ class Facts:
     vjp: str | None = None
     passes: dict[str, Pass] = field(default_factory=dict)
     drawing: Drawing | None = None
+    whole: dict[str, float] = field(default_factory=dict)
     others_busy: float | None = None
 
     @property
@@ -199,7 +201,7 @@ class Facts:
         return self.choice.fused
 
     def summary(self) -> str:
-        return f"fused by {self.choice.name}" if self.fused else "not fused"
+        return f"fused by {self.choice.name}{', in pieces' if self.pieces else ''}" if self.fused else "not fused"
 
     @property
     def neurons(self) -> int:

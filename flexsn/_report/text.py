@@ -127,10 +127,19 @@ def _costs(report: Facts) -> str:
     widths = [max(len(r[i]) for r in rows) for i in range(len(COLUMNS))]
     table = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     rate = report.passes["inference"].copy_rate
-    note = f"copy rate of this machine at this size: {rate / 1e9:.1f} GB/s" if rate else "not measured"
-    title = "--- cost (bytes and operations per neuron-step; times of whole calls, the shortest of several) ---"
+    note = f"copy rate of this machine at this size: {rate / 1e9:.1f} GB/s" if rate else whole_words(report) or "not measured"
+    of = "of the piece that is shown, not measured by itself" if report.pieces else "times of whole calls, the shortest of several"
+    title = f"--- cost (bytes and operations per neuron-step; {of}) ---"
     told = [f"  {line}" for line in (note, disturbance(report.others_busy)) if line]
     return "\n".join([title, *table, *told])
+
+
+def whole_words(report: Facts) -> str:
+    """What a call with all its pieces takes; "" where that is not known."""
+    if not report.whole:
+        return ""
+    trains = f", and {seconds(report.whole['training'])} with its backward" if "training" in report.whole else ""
+    return f"the whole call takes {seconds(report.whole['inference'])}{trains} (the shortest of several)"
 
 
 def _kernels(report: Facts) -> str:

@@ -209,3 +209,14 @@ def test_a_frame_is_around_what_a_loop_runs():
             inside = frame[0] < left and frame[1] < top and right < frame[2] and bottom < frame[3]
             assert inside == number.startswith(f"{loop}.")
             assert inside or bottom < frame[1] or frame[3] < top
+
+
+def test_the_whole_call_is_measured():
+    core, states = CASES["recurrent"]
+    made = flexsn.explain(core, torch.rand(5, 2, 4), states=states)
+    assert 0 < made.whole["inference"] < made.whole["training"]
+    assert str(made).startswith("=== recurrent: fused by cpp, in pieces ===")
+    assert "the whole call takes" in str(made) and "the whole call takes" in made.html() and made.to_dict()["whole"] == made.whole
+    assert flexsn.explain(core, torch.rand(5, 2, 4)).whole  # default states of another width
+    assert explained("recurrent").whole == {} and "not measured" in str(explained("recurrent"))
+    assert flexsn.explain(lambda x, v: (x, 0.5 * v + x), torch.rand(5, 2, 4)).whole == {}
