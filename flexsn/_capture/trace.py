@@ -143,7 +143,7 @@ def _let_go(graph: fx.Graph) -> None:
     """The values of a trace forget autograd's graph and what they are views of, which hold the captured tensors of the caller."""
     for node in graph.nodes:
         if "val" in node.meta:
-            node.meta["val"] = mapped(node.meta["val"], Tensor.detach)
+            node.meta["val"] = mapped(node.meta["val"], lambda t: t.detach() if t.requires_grad or t._is_view() else t)
 
 
 def trace(

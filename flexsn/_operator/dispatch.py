@@ -37,7 +37,6 @@ from ..errors import (
     ShapeMismatchError,
     StaleStateError,
     StateMismatchError,
-    UnsupportedValueError,
 )
 from . import call as run
 from . import dtensor as sharding
@@ -232,7 +231,8 @@ def _run_apart(error: FlexSNError, key: tuple | None, asked: CoreCall) -> Result
             look = apart_from_mixing(cause, None if asked.backend == "hop" else key, asked)  # whose calls are ops of a graph
             results = _run_over_parts(asked, look)
         except (CannotFuseError, ShapeMismatchError) as other:
-            why = why if other is error or (isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError)) else other
+            both = why is not error and isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError)
+            why = why if other is error or both else other
             _keep(asked.seen.over_parts, key, copy.copy(why))  # which holds no frames, as `why` does
             raise why from None
     _keep(asked.seen.over_parts, key, look)
@@ -271,7 +271,7 @@ def apart_from_mixing(error: FlexSNError, key: tuple | None, asked: CoreCall) ->
     if not mixes or nowhere or seen.wrap is not None:
         raise error
     if loops:
-        raise UnsupportedValueError(
+        raise NotElementwiseError(
             "mixes neurons, and takes operands of 16 bits without autocast", core=sig.core,
             hint="Call it under `torch.autocast`, or give it float32: states and sums are computed in that.",
         )  # fmt: skip

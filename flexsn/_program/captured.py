@@ -94,12 +94,19 @@ class Blueprint:
             assert self.trace is not None, "a core that was read from a text brings its VJP, or has none"
             record = functools.partial(trace, core, self.sig, device=device, captured=captured, vjp=True)
             vjp = self._as_computed(record)
-            free_dims = _free_dims(record, self, self.trace, vjp, captured, self.free_dims)
+            free_dims = _free_dims(record, self, self.trace, vjp, captured, self.free_dims) if self._may_differ(vjp) else self.free_dims
             self._check_smaller(self.trace, vjp, free_dims)
             self.vjp = lower_vjp(self.sig, vjp, self.num_outputs, self.carried, device)
             self.free_dims = free_dims
             self.texts.clear()
         return self.vjp
+
+    def _may_differ(self, vjp: Trace) -> bool:
+        """Return whether a VJP may be another one at other sizes, or the next time, although the core is not: where code that is not
+        PyTorch's or flexsn's runs backward (a custom function, a hook), or a size is read there. All else PyTorch derives from the core."""
+        assert self.trace is not None, "as in `differentiate`"
+        read = (vjp.shapes_read, vjp.ranks_read) != (self.trace.shapes_read, self.trace.ranks_read)
+        return read or any(n.meta.get("backward") and n.meta.get("line") for n in vjp.graph.nodes)
 
     def _as_computed(self, record: Record) -> Trace:
         """Return the recorded VJP at the step shape. A backward of the user's may run at the shapes of smaller operands alone."""

@@ -1,8 +1,8 @@
 """Triton source -> loaded kernel: Triton's compiler and disk cache, the tile, and the call.
 
 A binary serves every T of its class (by the steps of a chunk, `plan.chunk_for`), and every N of its class (few neurons, or many
-with rows aligned or not): sizes are run-time arguments. All classes of N are built at once, and the backward beside the
-forward, on threads; then, on one thread, those of other T. Under `TRITON_INTERPRET=1` (set before triton is imported) kernels
+with rows aligned or not): sizes are run-time arguments. The backward is built beside the forward, on threads; then, on one thread, all
+other classes of N and T. Under `TRITON_INTERPRET=1` (set before triton is imported) kernels
 run on CPU tensors, slowly: for tests.
 """
 
@@ -48,7 +48,7 @@ _first: dict[
 
 def _after_fork() -> None:
     """Start anew in a forked child: another thread may have held a lock, and those that build are not there."""
-    for held in (_lock, _interpreter):
+    for held in (_lock, _interpreter, triton_passes.reading):
         held._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
     _builders.cache_clear()
     _later.cache_clear()
@@ -165,23 +165,20 @@ class Kernel:
         first = self.expect_tile(self.tile(N, index, aligned), index)
         if index not in self._expected:
             self._expected.add(index)
-            for tile in self._tiles(index):
-                self.expect_tile(tile, index)
-            if self.plan.longest:
-                _later().submit(self._expect_others, first, self.plan.longest, index)
+            _later().submit(self._expect_others, first, index)
         return first
 
     def _tiles(self, index: int) -> list[Tile]:
         """Return the tiles that calls of all sizes have."""
         return [self.tile(N, index, aligned) for N, aligned in triton_tiles.CLASSES]
 
-    def _expect_others(self, first: Future, longest: int, index: int) -> None:
-        """Build the kernels for other numbers of steps, once `first`, for which somebody waits, is built. What fails here is tried
-        again, and raised, by the call that needs it."""
+    def _expect_others(self, first: Future, index: int) -> None:
+        """Build the tiles for other numbers of neurons, and the kernels for other numbers of steps, once `first`, for which somebody
+        waits, is built. What fails here is tried again, and raised, by the call that needs it."""
         wait([first])
-        plans = [dataclasses.replace(self.plan, chunk=chunk) for chunk in chunks(longest)]
+        plans = [dataclasses.replace(self.plan, chunk=chunk) for chunk in chunks(self.plan.longest)] if self.plan.longest else []
         self._others = [load(plan, render(plan)) for plan in plans if plan != self.plan]
-        for kernel in self._others:
+        for kernel in (self, *self._others):
             for tile in kernel._tiles(index):
                 kernel.expect_tile(tile, index, asked=False)
 

@@ -11,6 +11,10 @@ are not NVIDIA's, and programs that exchange this stage themselves get Triton's 
 
 Kernels are built on threads, and Triton's reader of source sets the program's warning filters, and puts them back, at every
 node of a syntax tree: what another thread sets meanwhile would be undone, or what Triton sets would stay. Here it does not.
+
+One thread at a time reads source. Triton's reader is Python code, of which two threads run no faster than one: the backward, which is
+asked for first and whose passes take longest, would be read only when the forward is, too. And of two threads that parse at once CPython
+3.11 may fail one ("AST constructor recursion depth mismatch").
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+reading = threading.Lock()  # held while source is read
 _building = threading.local()  # `here`: while this thread is in `compile`; `together`: as there, if by the short way
 
 
@@ -40,10 +45,23 @@ def compile(source: Any, target: Any, options: Mapping[str, Any], *, together: i
     if triton.__version__ == "3.6.0" and target.backend == "cuda":
         _hook()
         _building.together = together
+    with reading:
+        source.hash()  # which parses
+    source.make_ir = _alone(source.make_ir)
     try:
         return triton.compile(source, target=target, options=dict(options))
     finally:
         _building.here, _building.together = False, None
+
+
+def _alone(read: Callable) -> Callable:
+    """Return a function that runs on one thread at a time."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with reading:
+            return read(*args, **kwargs)
+
+    return run
 
 
 def _leave_filters_alone() -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import flexsn
 from flexsn import errors
 from flexsn._operator import fallback
+from flexsn._program import captured
 
 aten = torch.ops.aten
 
@@ -537,3 +538,24 @@ def test_a_gradient_that_a_core_sets_stays_the_users():
     with pytest.raises(errors.CapturedMutationError, match=r"sets `\.grad` of captured tensor"):
         flexsn.scan(core, [torch.ones(4, 3)], [None], backend="cpp")
     assert w.grad is None
+
+
+@pytest.mark.parametrize(
+    ("spike", "captures"),
+    [(flexsn.surrogate.atan, 1), (lambda h: flexsn.surrogate.custom_surrogate(h, lambda h: h.cos()), 2), (function(lambda g, h: g * 2.0), 2)],
+    ids=["flexsn's", "of a gradient", "of a function"],
+)
+def test_what_pytorch_derives_is_captured_once(spike, captures, monkeypatch):
+    """A user's code may make another backward at other sizes, or the next time: it runs twice."""
+    vjps = []
+    own = captured.trace
+    monkeypatch.setattr(captured, "trace", lambda *args, vjp, **rest: (vjps.append(vjp), own(*args, vjp=vjp, **rest))[1])
+
+    def core(x, v):
+        h = 0.8 * v + x
+        s = spike(h - 1.0)
+        return s, h * (1.0 - s)
+
+    x = torch.randn(3, 5, requires_grad=True)
+    flexsn.scan(core, [x], [None]).outputs[0].sum().backward()
+    assert vjps.count(False) == 2 and vjps.count(True) == captures

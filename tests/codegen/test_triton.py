@@ -5,6 +5,7 @@
 
 import ast
 import collections
+import concurrent.futures
 import contextlib
 import functools
 import importlib.util
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import warnings
 import weakref
@@ -313,7 +315,7 @@ def test_what_nobody_waits_for_is_built_later(builder):
     long = plans("lif", 99)["backward"]
     more = launch_triton.load(long, render_triton.render(long))
     more.expect_tile(more.tile(10**6, 0, True), 0).result()  # in the line, and now somebody waits
-    assert {k: names for (k, _), names in found.items()} == {4: ["flexsn-build"], 16: ["flexsn-build"]}
+    assert {k: names for (k, _), names in found.items()} == {4: ["flexsn-build"], 16: ["flexsn-build"]}, "one tile of each"
     go_on.set()
     launch_triton.finish_builds()
     every = [
@@ -322,7 +324,28 @@ def test_what_nobody_waits_for_is_built_later(builder):
         for N, aligned in triton_tiles.CLASSES
     ]
     assert set(found) == set(every) and {len(names) for names in found.values()} == {1}
-    assert list(found.values()).count(["flexsn-later"]) == 5 and more in kernel._others
+    assert list(found.values()).count(["flexsn-build"]) == 2 and more in kernel._others
+
+
+def test_one_thread_at_a_time_reads_source(monkeypatch):
+    """Two that parsed at once had failed in Python 3.11: "AST constructor recursion depth mismatch"."""
+    reading, most, done = [], [], []
+
+    class Source:
+        def hash(self):
+            reading.append(self)
+            most.append(len(reading))
+            time.sleep(0.02)
+            reading.remove(self)
+
+        make_ir = hash
+
+    monkeypatch.setattr("triton.compile", lambda source, target, options: done.append(source.make_ir()))
+    target = types.SimpleNamespace(backend="none")
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for build in [threads.submit(launch_passes.compile, Source(), target, {}, together=1) for _ in range(4)]:
+            build.result()
+    assert most == [1] * 8 and len(done) == 4
 
 
 @pytest.mark.slow
