@@ -2,7 +2,7 @@
 
 `flexsn.over_time` of a feed-forward network beside the same layers called one by one on whole sequences, and beside a loop over the
 network in single steps. Then `flexsn.scan` of cores with mixing calls (two layers in one core, two layers with feedback, an LSTM with one
-product for its gates, a norm inside the recurrence) beside a plain loop over `x.unbind(0)`. All in turns, inference and training steps;
+product for its gates, a norm, a sum or a softmax inside the recurrence) beside a plain loop over `x.unbind(0)`. All in turns, inference and training steps;
 results are compared first. `--device cuda` runs it on a GPU.
 """
 
@@ -162,8 +162,18 @@ def cores(width: int, device: str) -> dict[str, tuple[Callable, int, list[nn.Par
         s = flexsn.surrogate.atan(h - 1.0)
         return s, h * (1.0 - s), s
 
-    own = {two_layers: [first, second], feedback: layers, lstm: gates, normed: [first, norm]}
-    states = {two_layers: 2, feedback: 3, lstm: 2, normed: 2}
+    def inhibited(x: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        h = v + (2.0 * x - 0.1 * s.sum(-1, keepdim=True) - v) / 2.0
+        s = flexsn.surrogate.atan(h - 1.0)
+        return s, h * (1.0 - s), s
+
+    def competing(x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        h = v + (2.0 * x + torch.softmax(v, -1) - v) / 2.0
+        s = flexsn.surrogate.atan(h - 1.0)
+        return s, h * (1.0 - s)
+
+    own = {two_layers: [first, second], feedback: layers, lstm: gates, normed: [first, norm], inhibited: [], competing: []}
+    states = {two_layers: 2, feedback: 3, lstm: 2, normed: 2, inhibited: 2, competing: 1}
     return {core.__name__: (core, states[core], [p for layer in own[core] for p in layer.parameters()]) for core in own}
 
 

@@ -542,7 +542,11 @@ def test_a_gradient_that_a_core_sets_stays_the_users():
 
 @pytest.mark.parametrize(
     ("spike", "captures"),
-    [(flexsn.surrogate.atan, 1), (lambda h: flexsn.surrogate.custom_surrogate(h, lambda h: h.cos()), 2), (function(lambda g, h: g * 2.0), 2)],
+    [
+        (flexsn.surrogate.atan, 1),
+        (lambda h: flexsn.surrogate.custom_surrogate(h, lambda h: h.cos()), 2),
+        (function(lambda g, h: g * 2.0), 2),
+    ],
     ids=["flexsn's", "of a gradient", "of a function"],
 )
 def test_what_pytorch_derives_is_captured_once(spike, captures, monkeypatch):

@@ -17,6 +17,7 @@ from flexsn._program.replay import Kinds
 pytestmark = on_cpu
 f64 = torch.float64
 H = 5
+W_OF_ONE = torch.ones(1, H, dtype=f64, device="cpu")
 
 
 def lstm(x, h, c, w):
@@ -80,6 +81,21 @@ def narrow_to_wide(x, v, up, down):
     return v, v
 
 
+def inhibited(x, v, s, w):
+    """All spikes of the step before, and the mean of what there would be, beside a product, without which one kernel adds so few values."""
+    h = v + (x + s @ w - 0.3 * s.sum(-1, keepdim=True) - v) / 2.0
+    h = h - 0.5 * h.mean(dim=-1, keepdim=True) + torch.mean(v, (-1,), True)
+    s = torch.sigmoid(h)
+    return s, h * (1.0 - s), s
+
+
+def competing(x, v, w):
+    """A softmax over what comes in, one over a state, and the sum of a product."""
+    share = torch.softmax(x + v @ w, -1)
+    v = torch.tanh(x - v.softmax(dim=-1) + share * torch.sum(v @ w, dim=-1, keepdim=True))
+    return share + v, v
+
+
 def weights(*shape, seed=1):
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=f64, device="cpu") * 0.4
 
@@ -93,6 +109,8 @@ CASES = {
     "read elsewhere": (read_elsewhere, 2, [weights(H, 2 * H)]),
     "unused part": (unused_part, 1, [weights(H, 2 * H)]),
     "half of each": (half_of_each, 2, [weights(H, H)]),
+    "inhibited": (inhibited, 2, [weights(H, H)]),
+    "competing": (competing, 1, [weights(H, H)]),
     "narrow to wide": (narrow_to_wide, 1, [weights(3, H), weights(H, 3)]),
 }
 
@@ -121,6 +139,14 @@ def test_as_the_eager_loop(name, T, batch, sequences, walked):
     x, states = operands(T, batch, count)
     check_mixing(core, [x], states, params, scale=10, sequences=sequences)
     assert walked == [False, True]
+
+
+def test_values_that_are_no_numbers_stay(walked):
+    """As PyTorch's softmax has them."""
+    x, start = torch.randn(6, 3, H), torch.zeros(3, H)
+    x[1, 0, 4], x[2, 1, 0], x[3, 2] = torch.inf, torch.nan, -torch.inf
+    runs = [flexsn.scan(lambda x, v: (v.softmax(-1), x), [x], [start], backend=b).outputs[0] for b in ("cpp", "torch")]
+    torch.testing.assert_close(*runs, equal_nan=True)
 
 
 def operands(T, batch, count, seed=0):
@@ -170,9 +196,21 @@ def test_few_kinds_are_kept(monkeypatch):
     assert len(kept) == 2  # forward and backward of the last
 
 
-def test_what_it_has_no_op_for_walks_in_python(walked):
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda v: v.cumsum(-1),
+        lambda v: v.softmax(0),
+        lambda v: v.sum(0, keepdim=True),
+        lambda v: v.sum(-1).unsqueeze(-1),
+        lambda v: v.sum(keepdim=True, dim=(0, 1)),
+        lambda v: v.mean(-1, keepdim=True) @ W_OF_ONE,
+        lambda v: torch.cat([v[..., 1:], v.mean(-1, keepdim=True)], -1),
+    ],
+)
+def test_what_it_has_no_op_for_walks_in_python(mix, walked):
     def core(x, v):
-        v = torch.tanh(x + v.softmax(-1))
+        v = torch.tanh(x + mix(v))
         return v, v
 
     check_mixing(core, [torch.randn(5, 3, H, dtype=f64)], [torch.zeros(3, H, dtype=f64)], [])

@@ -74,6 +74,14 @@ def in_a_row(x, v, w):
     return v, v
 
 
+def inhibited(x, v, s, w):
+    """Sums of spikes and of any values, beside a product."""
+    h = v + (x + s @ w - 0.1 * s.sum(-1, keepdim=True) - v) / 2.0
+    h = h - 0.5 * h.mean(-1, keepdim=True)
+    s = surrogate.atan(h - 0.3)
+    return s, h * (1.0 - s), s
+
+
 def mixed_as_it_is(x, v, w):
     """What a product gives is an output, too."""
     m = v @ w
@@ -81,14 +89,14 @@ def mixed_as_it_is(x, v, w):
     return m, v
 
 
-CORES = {f.__name__: f for f in (lif, two_products, in_a_row, mixed_as_it_is)}
+CORES = {f.__name__: f for f in (lif, two_products, in_a_row, inhibited, mixed_as_it_is)}
 
 
 @pytest.mark.parametrize("width, batch", [(5, 3), (33, 17), (16, 1)])
 @pytest.mark.parametrize("name", CORES)
 def test_as_the_eager_loop(name, width, batch, walked):
     torch.manual_seed(1)
-    states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products") else 1)]
+    states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products", "inhibited") else 1)]
     check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
     assert ["walk back" in text for text in walked] == [False, True]
 
@@ -101,7 +109,7 @@ def test_the_third_call_of_a_kind_replays(name, monkeypatch):
     monkeypatch.setattr(TritonWalk, "kernel_of", lambda self, *, back: (found.append(back), own(self, back=back))[1])
     for seed in range(4):
         torch.manual_seed(seed)
-        states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products") else 1)]
+        states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products", "inhibited") else 1)]
         check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
     assert found == [False, True, False, False, True, True]  # the second call's once more, noted
 

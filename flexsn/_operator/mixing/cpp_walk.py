@@ -30,7 +30,7 @@ from ..call import Call
 from . import cpp_products
 
 AT, BEFORE, SLOT, OTHER_SLOT = range(4)  # as `Place::Kind`
-_KERNEL, _PRODUCT, _COPY, _NORM, _NORM_BACK = range(5)  # as `Op`
+_KERNEL, _PRODUCT, _COPY, _NORM, _NORM_BACK, _TOTAL, _SOFTMAX, _SOFTMAX_BACK = range(8)  # as `Op`
 
 
 class CannotWalk(Exception):
@@ -151,6 +151,12 @@ class Walk(Rows):
             raise CannotWalk("weights are of another dtype than values")
         return -1 if dense is None else self.pointer(dense)
 
+    def kept(self, start: Tensor) -> tuple[Array, Array, Tensor]:
+        """Return where a state lies before every step and after it, all of which are kept, and the final one."""
+        whole = self.new(start.shape[-1], self.T + 1).tensor
+        whole[0] = start.reshape(whole[0].shape)
+        return Array(whole[:-1]), Array(whole[1:]), whole[self.T]
+
     # --- ops ------------------------------------------------------------------------------------------------------------------
     def kernel(
         self, call: Call, launch: Any, prologue: Any, operands: Sequence[Tensor], reads: Mapping[Role, Array], writes: Mapping[Role, Array]
@@ -194,15 +200,13 @@ class Walk(Rows):
         """Copy rows to the target, or add them."""
         self.ops.append([_COPY, self.place(source), self.place(target), source.width, adds])
 
-    def norm(self, source: Array, target: Array, norm: Norm) -> None:
-        """Write what `layer_norm` makes of rows to the target."""
-        given = [self.weights(t) for t in (norm.weight, norm.bias, norm.eps)]
-        self.ops.append([_NORM, self.place(source), self.place(target), source.width, *given])
+    def by_rows(self, op: int, arrays: Sequence[Array], *tensors: Tensor | None) -> None:
+        """Run an op on rows, each for itself; it computes with some tensors."""
+        self.ops.append([op, *map(self.place, arrays), arrays[0].width, *map(self.weights, tensors)])
 
-    def norm_back(self, source: Array, grad: Array, target: Array, norm: Norm) -> None:
-        """Write the cotangent of what a norm takes to the target; `grad`: that of what it gives."""
-        given = [self.weights(t) for t in (norm.weight, norm.eps)]
-        self.ops.append([_NORM_BACK, self.place(source), self.place(grad), self.place(target), source.width, *given])
+    def total(self, source: Array, target: Array, by: Tensor) -> None:
+        """Write the sum of a row over `by` to the target, at every place of it."""
+        self.by_rows(_TOTAL, (source, target), by)
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         taken, dims, loop = list[Tensor | None](), [len(self.arrays), len(self.ops)], cpp_products.loop(self.dtype)
@@ -241,21 +245,71 @@ def static_operands(
 
 
 class Norm(NamedTuple):
-    """What `layer_norm` over the last dim computes with."""
+    """`layer_norm` over the last dim."""
 
     weight: Tensor | None
     bias: Tensor | None
     eps: Tensor
 
-    @staticmethod
-    def of(f: Any, width: int, dtype: torch.dtype) -> Norm | None:
-        """Return that of a mixing call `f`, a `MixingFunction`; None of one that does anything else."""
-        if f.func is not torch.nn.functional.layer_norm or tuple(f.moving) != (0,):
-            return None
-        given = dict(zip(("normalized_shape", "weight", "bias", "eps"), f.args[1:], strict=False)) | f.kwargs
-        if tuple(given["normalized_shape"]) != (width,):
-            return None
-        return Norm(given.get("weight"), given.get("bias"), torch.full((1,), given.get("eps", 1e-5), dtype=dtype))
+    def forward(self, walk: Any, source: Array, target: Array) -> None:
+        """Write what it makes of rows to the target."""
+        walk.by_rows(_NORM, (source, target), *self)
+
+    def backward(self, walk: Any, source: Array, result: Array, grad: Array, target: Array) -> None:
+        """Write the cotangent of what it takes to the target; `grad`: that of its result."""
+        walk.by_rows(_NORM_BACK, (source, grad, target), self.weight, self.eps)
+
+
+class Softmax(NamedTuple):
+    """`softmax` over the last dim; methods as of `Norm`."""
+
+    def forward(self, walk: Any, source: Array, target: Array) -> None:
+        walk.by_rows(_SOFTMAX, (source, target))
+
+    def backward(self, walk: Any, source: Array, result: Array, grad: Array, target: Array) -> None:
+        walk.by_rows(_SOFTMAX_BACK, (result, grad, target))
+
+
+class Total(NamedTuple):
+    """`sum` or `mean` over the last dim, which stays as a dim of one value: in a walk this stands at every place of a row. Methods as
+    of `Norm`."""
+
+    by: Tensor
+
+    def forward(self, walk: Any, source: Array, target: Array) -> None:
+        walk.total(source, target, self.by)
+
+    def backward(self, walk: Any, source: Array, result: Array, grad: Array, target: Array) -> None:
+        walk.total(grad, target, self.by)
+
+
+RowOp = Norm | Softmax | Total
+
+
+def row_op(f: Any, operand: torch.Size, dtype: torch.dtype) -> RowOp | None:
+    """Return what a mixing call `f`, a `MixingFunction`, does to the rows of its operand; None of one that does anything else."""
+    names = _ARGUMENTS.get(f.func)
+    if names is None or tuple(f.moving) != (0,) or len(f.args) > len(names) + 1:
+        return None
+    given = dict(zip(names, f.args[1:], strict=False)) | f.kwargs
+    last, width = (len(operand) - 1, -1), operand[-1]
+    if f.func is torch.nn.functional.layer_norm:
+        eps = torch.full((1,), given.get("eps", 1e-5), dtype=dtype)
+        return Norm(given.get("weight"), given.get("bias"), eps) if tuple(given["normalized_shape"]) == (width,) else None
+    dim = given.get("dim")
+    if given.get("dtype") is not None or (dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim) not in last:
+        return None
+    if f.func not in _MEANS:
+        return Softmax()
+    return Total(torch.full((1,), float(width) if _MEANS[f.func] else 1.0, dtype=dtype)) if given.get("keepdim") is True else None
+
+
+_MEANS = {torch.sum: False, Tensor.sum: False, torch.mean: True, Tensor.mean: True}
+_ARGUMENTS = {  # of functions, after the operand
+    torch.nn.functional.layer_norm: ("normalized_shape", "weight", "bias", "eps"),
+    torch.nn.functional.softmax: ("dim", "_stacklevel", "dtype"), torch.softmax: ("dim", "dtype"), Tensor.softmax: ("dim", "dtype"),
+    **dict.fromkeys(_MEANS, ("dim", "keepdim", "dtype")),
+}  # fmt: skip
 
 
 # --- products outside of recurrences -------------------------------------------------------------------------------------------

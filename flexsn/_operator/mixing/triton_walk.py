@@ -27,7 +27,7 @@ from ..._runtime import triton_kernel
 from ..._runtime.launch import Launch
 from ..._torch.cuda import current_stream, triton_launch
 from ..call import Call
-from .cpp_walk import BEFORE, OTHER_SLOT, SLOT, Array, CannotWalk, Norm, Rows, static_operands
+from .cpp_walk import BEFORE, OTHER_SLOT, SLOT, Array, CannotWalk, Rows, static_operands
 
 
 class WholeRows(Array):
@@ -49,6 +49,12 @@ class TritonWalk(Rows):
         self.source, self.widths = WalkSource(), set[int]()
         if dtype is not torch.float32:
             raise CannotWalk("values are not float32")
+
+    def kept(self, start: Tensor) -> tuple[Array, Array, Tensor]:
+        """Return where a state lies before every step and after it, of which the former are kept, and the final one."""
+        two, before = self.turns(start, 0), self.new(start.shape[-1], self.T)
+        self.copy(two, before)
+        return before, Array(two.tensor, OTHER_SLOT), two.tensor[self.T & 1]
 
     # --- ops ------------------------------------------------------------------------------------------------------------------
     def kernel(
@@ -88,8 +94,6 @@ class TritonWalk(Rows):
         if array.kind == BEFORE:
             assert array.first is not None
             return self.source.before(array, array.tensor, array.first)
-        if not isinstance(array, WholeRows):
-            raise CannotWalk("states before a step are kept")
         return self.source.row(array, array.tensor)
 
     def write(self, array: Array, variable: str) -> None:
@@ -115,11 +119,14 @@ class TritonWalk(Rows):
         """Copy rows to the target, or add them."""
         self.write(target, self.source.sum(self.read(target), self.read(source)) if adds else self.read(source))
 
-    def norm(self, source: Array, target: Array, norm: Norm) -> None:
-        raise CannotWalk("a norm has no op there")
+    def by_rows(self, op: int, arrays: Sequence[Array], *tensors: Tensor | None) -> None:
+        """Refuse an op on rows."""
+        raise CannotWalk("a norm, or a softmax, has no op there")
 
-    def norm_back(self, source: Array, grad: Array, target: Array, norm: Norm) -> None:
-        raise CannotWalk("a norm has no op there")
+    def total(self, source: Array, target: Array, by: Tensor) -> None:
+        """Write the sum of a row over `by` to the target, at every place of it: a product with as many ones."""
+        ones = torch.ones(source.width, source.width, dtype=self.dtype, device=self.device)
+        self.product(source, target, ones / by.to(self.device))
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         if len(self.widths) > 1:

@@ -1,8 +1,8 @@
 """The walks over time in one call: what a recurrence does in one step is written down as a list of ops, for C++ or for Triton.
 
-The ops are the kernels of the segments, products (`s @ w`, `linear(h)`), `layer_norm` over the last dim, and what picks or joins values
-along it (`cat`, `chunk`, indexing). A recurrence that does anything else, or has values whose leading dims differ, walks in Python. On a
-CPU C++ runs the list (`cpp_walk.py`), on a GPU one Triton kernel (`triton_walk.py`), which knows fewer of these ops.
+The ops are the kernels of the segments, products (`s @ w`, `linear(h)`), sums, `softmax` and `layer_norm` over the last dim, and what picks
+or joins values along it (`cat`, `chunk`, indexing). A recurrence that does anything else, or has values whose leading dims differ, walks in
+Python. On a CPU C++ runs the list (`cpp_walk.py`), on a GPU one Triton kernel (`triton_walk.py`), which knows fewer of these ops.
 
 On a CPU a sequence of the batch is walked by one thread: rows of spikes drive rows of the weights, other rows go through blocked
 products. Each sum runs in one order, so the bits are the same at any number of threads.
@@ -27,7 +27,7 @@ from ..._program.replay import Fresh, Kinds, Written
 from ..._torch.fake_tensors import disable_modes
 from ..call import Call
 from . import cpp_products, triton_walk
-from .cpp_walk import BEFORE, OTHER_SLOT, Array, CannotWalk, Norm, Walk
+from .cpp_walk import BEFORE, OTHER_SLOT, Array, CannotWalk, RowOp, Total, Walk, row_op
 from .mixing_calls import Place, Run, moves
 
 Sequences = dict[Place, Tensor]
@@ -103,6 +103,7 @@ class _Steps:
         walk: its ops.
         rows: one step of all values, of any values: what calls of one step take.
         values: where those lie that the loop computes.
+        totals: of these, sums over neurons, which stand at every place of a row.
     """
 
     def __init__(self, loop: Any, make: Callable[..., Any], fresh: Fresh):
@@ -113,6 +114,7 @@ class _Steps:
             raise CannotWalk("values differ in dtype or in dims before the last, or are neither float32 nor float64")
         self.loop, self.walk, self.rows = loop, make(loop.T, lead, dtype, fresh), loop.first_rows()
         self.values: dict[Place, Array] = {}
+        self.totals = list[Place]()
 
     def reads(self, step: Any, call: Call) -> tuple[dict[Role, Array], int]:
         """Return what a segment reads of its inputs and states, and its width."""
@@ -121,9 +123,9 @@ class _Steps:
         states = [self.values["v", k, 0] for k in step.segment.states]
         return {Role(Kind.INPUT, n): a for n, a in enumerate(takes)} | {Role(Kind.STATE, n): a for n, a in enumerate(states)}, width
 
-    def mixing(self, j: int) -> tuple[list[Array], Tensor | Norm | list[list[Run]]]:
-        """Return the operands of a mixing call; and weights of a product, what a norm computes with, or the runs of values that results are
-        made of."""
+    def mixing(self, j: int) -> tuple[list[Array], Tensor | RowOp | list[list[Run]]]:
+        """Return the operands of a mixing call; and weights of a product, what it does to rows, or the runs of values that results are made
+        of."""
         sources, f = list[Array](), self.loop.mix[j]
         for p in self.loop.mixing[j].operands:
             if p not in self.values and self.loop.known[p].shape[1:-1] != self.walk.lead:
@@ -131,15 +133,18 @@ class _Steps:
             sources.append(self.values[p] if p in self.values else self.walk.rows_of(self.loop.known[p], self.loop.known[p].shape[-1]))
             if sources[-1].tensor.dtype is not self.walk.dtype:
                 raise CannotWalk("values differ in dtype")
+            if p[0] == "m" and self.loop.mixing[p[1]].results[p[2]].shape[-1] != sources[-1].width:
+                raise CannotWalk("what takes a sum over neurons mixes neurons")
         kind = f.weights if f.autocast is None else None
-        kind = kind if kind is not None else Norm.of(f, sources[0].width, self.walk.dtype)
+        step = torch.Size((*self.walk.lead, sources[0].width))
+        kind = kind if kind is not None else row_op(f, step, self.walk.dtype)
         with disable_modes():  # what finds it out on numbers is nothing to be noted
             kind = kind if kind is not None else moves(f, self.walk.lead, [source.width for source in sources])
         if kind is None:
             raise CannotWalk(f"`{self.loop.mixing[j].name}` has no op there" if f.autocast is None else "products follow autocast")
         return sources, kind
 
-    def views(self, j: int, results: Tensor | Norm | list[list[Run]]) -> bool:
+    def views(self, j: int, results: Tensor | RowOp | list[list[Run]]) -> bool:
         """Return whether the results of a call are parts of the rows of what the loop computed."""
         operands = self.loop.mixing[j].operands
         return isinstance(results, list) and len(operands) == 1 and operands[0][0] in "am" and all(len(runs) == 1 for runs in results)
@@ -156,9 +161,7 @@ class _Forward(_Steps):
         self.befores = loop.befores if keeps else []
         for k, start in loop.start.items():
             if ("v", k, 0) in self.befores:
-                whole = self.walk.new(start.shape[-1], loop.T + 1).tensor
-                whole[0] = start.reshape(whole[0].shape)
-                self.values["v", k, 0], self.after[k], self.ends[k] = Array(whole[:-1]), Array(whole[1:]), whole[loop.T]
+                self.values["v", k, 0], self.after[k], self.ends[k] = self.walk.kept(start)
             else:
                 two = self.values["v", k, 0] = self.walk.turns(start, 0)
                 self.after[k], self.ends[k] = Array(two.tensor, OTHER_SLOT), two.tensor[loop.T & 1]
@@ -172,6 +175,7 @@ class _Forward(_Steps):
                 self.call(j)
         kernel = walk.kernel_of(back=False)
         found = {p: walk.shaped(self.values[p].tensor) for p in (*loop.gives, *(loop.kept if self.keeps else ()))}
+        found |= {p: found[p][..., :1] for p in self.totals if p in found}
         ends = [end.reshape(loop.start[k].shape) for k, end in self.ends.items()]
         return Written([*found.values(), *ends], ([*found], [*self.ends], {*loop.views}), *kernel)
 
@@ -199,9 +203,12 @@ class _Forward(_Steps):
                 for run in runs:
                     self.walk.copy(sources[run.operand].part(run.start, run.width), target.part(run.at, run.width))
             return
-        target = self.values[places[0]] = self.walk.new(self.loop.mixing[j].results[0].shape[-1], rows)
-        if isinstance(kind, Norm):
-            self.walk.norm(sources[0], target, kind)
+        width = sources[0].width if isinstance(kind, Total) else self.loop.mixing[j].results[0].shape[-1]
+        target = self.values[places[0]] = self.walk.new(width, rows)
+        if isinstance(kind, Total):
+            self.totals.append(places[0])
+        if isinstance(kind, RowOp):
+            kind.forward(self.walk, sources[0], target)
         else:
             self.walk.product(sources[0], target, kind, *self.loop.mix[j].fixed[1:])
 
@@ -229,10 +236,16 @@ class _Backward(_Steps):
         self.flows, self.written, self.partly = dict[Place, Array](), dict[Place, list[range]](), set[Place]()
         self.part_of: dict[Place, tuple[Place, int]] = {}
         for j in loop.piece.calls:
-            _, kind = self.mixing(j)
+            sources, kind = self.mixing(j)
             if self.views(j, kind) and isinstance(kind, list):
                 operand = loop.mixing[j].operands[0]
                 self.part_of |= {p: (operand, runs[0].start) for p, runs in zip(loop.results_of[j], kind, strict=True)}
+            if isinstance(kind, Total):  # in the order of the forward, and of a sum
+                (place,) = loop.results_of[j]
+                self.values[place] = self.walk.new(sources[0].width, 1)
+                kind.forward(self.walk, sources[0], self.values[place])
+                if grads.get(place) is not None:
+                    raise CannotWalk("what takes a sum over neurons lies outside")
         for p in loop.mixed:
             if (given := grads.get(p)) is not None:
                 whole, _ = self.whole(p)
@@ -339,10 +352,10 @@ class _Backward(_Steps):
                     self.walk.copy(self.flow(p).part(run.at, run.width), target, adds=adds)
             return
         target, adds = self.target(operands[0])
-        if not isinstance(kind, Norm):
+        if isinstance(kind, Tensor):
             self.walk.product(self.flow(places[0]), target, kind.T, adds=adds)
             return
         found = self.walk.new(target.width, 1) if adds else target
-        self.walk.norm_back(sources[0], self.flow(places[0]), found, kind)
+        kind.backward(self.walk, sources[0], self.values[places[0]], self.flow(places[0]), found)
         if adds:
             self.walk.copy(found, target, adds=True)

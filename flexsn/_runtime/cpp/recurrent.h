@@ -4,6 +4,8 @@
 #include <vector>
 #include "tile.h"
 
+FLEXSN_EXP
+
 #define FLEXSN_RUN \
   extern "C" int run(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int flag)
 
@@ -172,13 +174,42 @@ template <class F> inline void norm_back(const F* x, const F* w, const F* g, F* 
   for (int64_t i = 0; i < n; ++i) out[i] = scale * ((w ? g[i] * w[i] : g[i]) - sum - (x[i] - mean) * scale * along);
 }
 
+// The sum of a row over `by`, at every place of it.
+template <class F> inline void total(const F* x, F* y, int64_t n, F by) {
+  F sum = F(0);
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += x[i];
+  for (int64_t i = 0; i < n; ++i) y[i] = sum / by;
+}
+
+template <class F> inline void softmax(const F* x, F* y, int64_t n) {
+  F most = x[0], sum = F(0);
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < n; ++i) most = x[i] > most ? x[i] : most;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += y[i] = exponential(x[i] - most);
+  for (int64_t i = 0; i < n; ++i) y[i] /= sum;
+}
+
+// Cotangent of the row that a softmax takes, of that `g` of what it gives, `y`.
+template <class F> inline void softmax_back(const F* y, const F* g, F* out, int64_t n) {
+  F along = F(0);
+#pragma omp simd reduction(+ : along)
+  for (int64_t i = 0; i < n; ++i) along += g[i] * y[i];
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) out[i] = y[i] * (g[i] - along);
+}
+
 // What a step does, one after the other; each with its length and its operands in `dims`.
 enum Op : int64_t {
-  KERNEL,     // function, numbers, width, whether its rows are dense, counts of dims and places; dims, places
-  PRODUCT,    // `from`, `to`, width, columns, whether it adds, weights, bias
-  COPY,       // `from`, `to`, width, whether it adds
-  NORM,       // `from`, `to`, width, weights, bias, eps
-  NORM_BACK,  // `from`, cotangent of what the norm gave, `to`, width, weights, eps
+  KERNEL,        // function, numbers, width, whether its rows are dense, counts of dims and places; dims, places
+  PRODUCT,       // `from`, `to`, width, columns, whether it adds, weights, bias
+  COPY,          // `from`, `to`, width, whether it adds
+  NORM,          // `from`, `to`, width, weights, bias, eps
+  NORM_BACK,     // `from`, cotangent of what the norm gave, `to`, width, weights, eps
+  TOTAL,         // `from`, `to`, width, divisor
+  SOFTMAX,       // `from`, `to`, width
+  SOFTMAX_BACK,  // what it gave, cotangent of that, `to`, width
 };
 
 // Walk over T steps of `sequences`, or back in time.
@@ -247,8 +278,17 @@ template <class F> int recurrent(void* const* arrays, const int64_t* dims, int64
             case NORM:
               for (int64_t r = 0; r < rows; ++r) norm(row(o[0], r), weights(o[3]), weights(o[4]), row(o[1], r), o[2], *weights(o[5]));
               break;
-            default:  // NORM_BACK
+            case NORM_BACK:
               for (int64_t r = 0; r < rows; ++r) norm_back(row(o[0], r), weights(o[4]), row(o[1], r), row(o[2], r), o[3], *weights(o[5]));
+              break;
+            case TOTAL:
+              for (int64_t r = 0; r < rows; ++r) total(row(o[0], r), row(o[1], r), o[2], *weights(o[3]));
+              break;
+            case SOFTMAX:
+              for (int64_t r = 0; r < rows; ++r) softmax(row(o[0], r), row(o[1], r), o[2]);
+              break;
+            default:  // SOFTMAX_BACK
+              for (int64_t r = 0; r < rows; ++r) softmax_back(row(o[0], r), row(o[1], r), row(o[2], r), o[3]);
           }
         }
       }
