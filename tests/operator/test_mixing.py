@@ -15,7 +15,7 @@ import flexsn
 from flexsn import surrogate
 from flexsn._operator.mixing import run
 from flexsn._operator.mixing.cpp_walk import Walk
-from flexsn._operator.mixing.mixing_calls import functions_of_step
+from flexsn._operator.mixing.mixing_calls import MixingFunction, functions_of_step
 from flexsn.errors import DoubleBackwardError, FallbackWarning, NotElementwiseError, ShapeMismatchError
 
 f32, f64 = torch.float32, torch.float64
@@ -674,3 +674,30 @@ def test_no_steps_give_zeros(core):
         assert found.states[0].requires_grad == (start is not None)
     gx, gw, gv = torch.autograd.grad(found.states[0].sum(), [x, w, v])
     assert gx.shape == x.shape and not gw.any() and torch.equal(gv, torch.ones_like(v))
+
+
+@on_cpu  # on a GPU the graphs of a step and of its backward run apart
+def test_a_convolution_runs_once_in_training(monkeypatch):
+    """But for a second backward, and under hooks of saved tensors, which see what is to be kept."""
+    w = torch.nn.Parameter(torch.randn(2, 2, 3) * 0.3)
+
+    def core(x, s):
+        s = torch.tanh(x + torch.nn.functional.conv1d(s, w, padding=1))
+        return s, s
+
+    x, start = torch.randn(5, 3, 2, 4, requires_grad=True), torch.zeros(3, 2, 4)
+    flexsn.scan(core, [x], [start]).outputs[0].sum().backward()  # captures
+    calls, own = [], MixingFunction.__call__
+    monkeypatch.setattr(MixingFunction, "__call__", lambda self, *tensors: (calls.append(self.func), own(self, *tensors))[1])
+    y = flexsn.scan(core, [x], [start]).outputs[0]
+    first = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
+    assert len(calls) == 5
+    second = torch.autograd.grad(y.sum(), [x, w])
+    assert len(calls) == 10
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.float())
+    with hooks:
+        y = flexsn.scan(core, [x], [start]).outputs[0]
+    third = torch.autograd.grad(y.sum(), [x, w])
+    want = torch.autograd.grad(flexsn.scan(core, [x], [start], backend="torch").outputs[0].sum(), [x, w])
+    for found in (first, second, third):
+        torch.testing.assert_close(found, want)

@@ -204,17 +204,28 @@ class MixingFunction:
             return self.fixed[0].T
         return self.fixed[0] if self.func in _BY_WEIGHTS else None
 
-    def pulled(self, operands: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]) -> Sequence[Tensor | None]:
-        """Return the gradients of its operands at one step, then those of `fixed` that are needed; of products without the latter."""
+    def with_graph(self, operands: Sequence[Tensor], needs: Sequence[bool]) -> Graph:
+        """Return its results for one step, of leaves of autograd in place of its operands, and of those of `fixed` that are needed."""
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in operands]
+            leaves += [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs, strict=True)]
+            return leaves, self(*leaves)
+
+    def pulled(
+        self, operands: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool], graph: Graph | None = None
+    ) -> Sequence[Tensor | None]:  # fmt: skip
+        """Return the gradients of its operands at one step, then those of `fixed` that are needed; of products without the latter.
+
+        Args:
+            graph: of `with_graph`, where the forward kept it.
+        """
         if (weights := self.weights) is not None:
             return [(grads[0].to(self._dtype) @ weights.T.to(self._dtype)).to(grads[0].dtype)]
-        with torch.enable_grad():
-            operands = [t.detach().requires_grad_(t.is_floating_point()) for t in operands]
-            fixed = [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs, strict=True)]
-            used = [(y, g) for y, g in zip(self(*operands, *fixed), grads, strict=True) if y.requires_grad]
-        asked = [t for t in (*operands, *fixed) if t.requires_grad]
+        leaves, results = graph or self.with_graph(operands, needs)
+        used = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
+        asked = [t for t in leaves if t.requires_grad]
         found = iter(pulled_back([y for y, _ in used], [g for _, g in used], asked) if used else ())
-        return [next(found, None) if t.requires_grad else None for t in (*operands, *fixed)]
+        return [next(found, None) if t.requires_grad else None for t in leaves]
 
     def of_weights(self, first: Tensor, later: Tensor, grads: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of `fixed`, of all steps of a product.
@@ -244,6 +255,7 @@ class MixingFunction:
         return self.autocast if self.autocast is not None and own is torch.float32 else own
 
 
+Graph = tuple[list[Tensor], tuple[Tensor, ...]]  # leaves, and results
 _BY_WEIGHTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
 

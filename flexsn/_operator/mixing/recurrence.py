@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from ..._captured.captured_values import CapturedValues
+from ..._torch.autograd import saved_tensors_hooks_there
 from ..._torch.tensors import has_storage
 from ..call import Backward, Call
 from ..prepare import CoreCall, prepare
 from . import gpu_loop, walks
 from .cut import Cut, Recurrence
-from .mixing_calls import MixingFunction, Place, Segment
+from .mixing_calls import Graph, MixingFunction, Place, Segment
 
 Rows = dict[Place, Tensor]  # of one step, `[1, ...]`
 
@@ -176,6 +177,7 @@ class Loop:
         self.views = set[int]()  # calls whose results are views of their operand
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
+        self.trains, self.graphs = False, dict[tuple[int, int], Graph]()  # of calls, by step, as the forward kept them
         self.device = next(iter(states.values())).device
 
     @property
@@ -273,7 +275,7 @@ class Loop:
                 after = [step.forward(rows) for step in steps]
                 for j in stage.calls:
                     operands = [rows[p].squeeze(0) for p in self.mixing[j].operands]
-                    results = self.mix[j](*operands, *self.mix[j].fixed)
+                    results = self._called(t, j, operands)
                     if (
                         t == 0
                         and self.mixing[j].operands[0][0] in "am"
@@ -285,6 +287,15 @@ class Loop:
             wanted = [p for p in wanted if p[0] != "m" or p[1] not in self.views]
             kept.append([rows[p] for p in wanted])
         return {p: torch.cat(column) for p, column in zip(wanted, zip(*kept, strict=True), strict=True)}, states
+
+    def _called(self, t: int, j: int, operands: list[Tensor]) -> Sequence[Tensor]:
+        """Return the results of a mixing call. What its backward needs is kept, unless hooks, as of checkpoints, look after what is saved:
+        the operand, at most; a convolution need not run once more."""
+        mix = self.mix[j]
+        if not self.trains or mix.weights is not None or saved_tensors_hooks_there():
+            return mix(*operands, *mix.fixed)
+        self.graphs[t, j] = mix.with_graph(operands, [f.requires_grad for f in mix.fixed])
+        return [y.detach() for y in self.graphs[t, j][1]]
 
     @torch.no_grad()
     def backward(
@@ -315,7 +326,7 @@ class Loop:
         """Walk back over time in Python, as `backward` does; return also the cotangents of the states at the start."""
         products = [p for p in self.mixed if self.mix[p[1]].weights is not None and any(self.needs[p[1]])]
         kept: dict[Place, list[Tensor]] = {p: [] for p in (*self.asked, *self.outer, *products)}
-        fed = {k: v.new_zeros((self.T + 1, *v.shape)) for k, v in self.start.items() if v.is_floating_point()}
+        fed = {k: v.new_empty((self.T + 1, *v.shape)) for k, v in self.start.items() if v.is_floating_point()}
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in (self.known | dict(computed)).items()}
         ends = {k: torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g for k, v in self.start.items()}
         for t in reversed(range(self.T)):
@@ -323,17 +334,18 @@ class Loop:
             rows |= {("v", k, 0): (v if t == 0 else trail[k][t - 1]).unsqueeze(0) for k, v in self.start.items()}
             ends = {k: a if (b := trails[k]) is None else b[t] if a is None else a + b[t] for k, a in ends.items()}
             flow = {p: g[t : t + 1] for p in self.mixed if (g := grads.get(p)) is not None}
-            self._step_back(rows, flow, {p: None if (g := grads[p]) is None else g[t : t + 1] for p in self.gives}, ends)
+            self._step_back(t, rows, flow, {p: None if (g := grads[p]) is None else g[t : t + 1] for p in self.gives}, ends)
             for p, column in kept.items():
                 column.append(self._of(flow, rows, p))
             for k, by in fed.items():
-                if ("v", k, 0) in flow:
-                    by[t] = flow["v", k, 0][0]
+                by[t] = flow["v", k, 0][0] if ("v", k, 0) in flow else 0.0
             ends = {k: _sum(flow.get(("n", k, 0)), flow.get(("v", k, 0))) for k in self.start}
             ends = {k: torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g for k, v in self.start.items()}
+        for by in fed.values():
+            by[self.T] = 0.0
         return {p: torch.cat(column[::-1]) for p, column in kept.items()}, fed, ends
 
-    def _step_back(self, rows: Rows, flow: Rows, grads: Mapping[Place, Tensor | None], ends: Mapping[int, Tensor | None]) -> None:
+    def _step_back(self, t: int, rows: Rows, flow: Rows, grads: Mapping[Place, Tensor | None], ends: Mapping[int, Tensor | None]) -> None:
         """Put the cotangents of what a step computes into `flow`; those of states by way of their own segment as `("n", k, 0)`."""
 
         def add(place: Place, grad: Tensor | None) -> None:
@@ -352,7 +364,9 @@ class Loop:
             for j in reversed(stage.calls):
                 operands, results = self.mixing[j].operands, self.results_of[j]
                 given_results = [self._of(flow, rows, p).squeeze(0) for p in results]
-                pulled = self.mix[j].pulled([rows[p].squeeze(0) for p in operands], given_results, self.needs[j])
+                pulled = self.mix[j].pulled(
+                    [rows[p].squeeze(0) for p in operands], given_results, self.needs[j], self.graphs.pop((t, j), None)
+                )
                 for place, g in zip(operands, pulled, strict=False):
                     add(place, None if g is None else g.unsqueeze(0))
                 for n, g in enumerate(pulled[len(operands) :]):

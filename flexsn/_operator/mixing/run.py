@@ -161,7 +161,7 @@ class _MixingRun:
         loop = Loop(given, piece, known, operands.states, {j: self.mix[j] for j in piece.calls}, captured, len(given.inputs[0]))
         tensors = (*operands.tensors, *[t for j in piece.calls for t in self.mix[j].fixed])
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        kept, walked = dict[Place, Tensor](), None
+        loop.trains, kept, walked = trains, dict[Place, Tensor](), None
         if _walks.given is not None:
             kept = {p: next(_walks.given) for p in (*loop.mixed, *loop.befores)}
         elif loop.T:
