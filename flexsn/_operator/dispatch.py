@@ -231,8 +231,8 @@ def _run_apart(error: FlexSNError, key: tuple | None, asked: CoreCall) -> Result
             look = apart_from_mixing(cause, None if asked.backend == "hop" else key, asked)  # whose calls are ops of a graph
             results = _run_over_parts(asked, look)
         except (CannotFuseError, ShapeMismatchError) as other:
-            both = why is not error and isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError)
-            why = why if other is error or both else other
+            two = isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError) and why.reason != other.reason
+            why = why if other is error or two else other
             _keep(asked.seen.over_parts, key, copy.copy(why))  # which holds no frames, as `why` does
             raise why from None
     _keep(asked.seen.over_parts, key, look)
@@ -271,10 +271,10 @@ def apart_from_mixing(error: FlexSNError, key: tuple | None, asked: CoreCall) ->
     if not mixes or nowhere or seen.wrap is not None:
         raise error
     if loops:
-        raise NotElementwiseError(
-            "mixes neurons, and takes operands of 16 bits without autocast", core=sig.core,
-            hint="Call it under `torch.autocast`, or give it float32: states and sums are computed in that.",
-        )  # fmt: skip
+        misfit = isinstance(error, ShapeMismatchError)
+        reason, more = ("mixes neurons, and its operands have 16 bits", "") if misfit else (error.reason, error.hint or "")
+        hint = f"Operands of what mixes neurons may have 16 bits under `torch.autocast`: call it there, or give it float32. {more}".rstrip()
+        raise NotElementwiseError(reason, core=sig.core, line=error.line, hint=hint) from None
     inputs, params = [run.upcast(x) for x in asked.inputs], [run.upcast(p) for p in asked.params]
     states = [None if v is None else run.upcast(v) for v in asked.states]
     try:
