@@ -19,7 +19,7 @@ import functools
 from .._ir.roles import Kind, Role, of_kind
 from .._plan.plan import KernelPlan
 from .language import safe, title
-from .triton_frame import Frame, call, computation, function, indented, numbers_of, reads, shortest, where
+from .triton_frame import Frame, call, computation, function, indented, numbers_of, reads, shortest
 from .triton_values import COMPUTE, IMPORTS
 
 
@@ -58,11 +58,12 @@ def _forward(plan: KernelPlan) -> list[str]:
     lines += f.open()
     lines += [f"    {a.role} = {f.first(a)}" for a in plan.carried if a.role in f.nullable]
     lines += [f"    {r}_at = {r}_seq + i" for r in (*f.sequences, *f.written)]
-    lines += [f"    {r}_at = {r}_seq + i - N" for r in f.checkpoints]
-    save = [f"tl.store({r}_at, {r.to(Kind.STATE)}, mask={where('(t > 0)')})  # the state at the start of a chunk" for r in f.checkpoints]
-    save += [f"{r}_at += N" for r in f.checkpoints]
-    if save:
-        lines.append("    t = 0")
+    save: list[str] = []
+    if f.checkpoints:
+        lines += ["    t, saved_at = 0, i - N"]
+        save = ["saved = (mask & (t > 0)) != 0  # the states at the start of a chunk"]
+        save += [f"tl.store({r}_seq + saved_at, {r.to(Kind.STATE)}, mask=saved)" for r in f.checkpoints]
+        save += ["saved_at += N"]
     if f.sequences:
         lines += ["    if AHEAD:", *indented(reads(f.sequences, K, K, to="_next", mask=f"mask & (T >= {K})"), 2)]
     lines.append(f"    for left in range(T // {K}, 0, -1):")
@@ -96,7 +97,9 @@ def _backward(plan: KernelPlan) -> list[str]:
         zero = f"tl.zeros((BLOCK,), {COMPUTE[a.compute]})"
         lines.append(f"    {a.role} = {f.first(a) if a.role in f.nullable else zero}")
     lines += ["    t = T", *(f"    {r}_at = {r}_seq + i + T * N" for r in loop.moving)]
-    lines += [f"    {r}_at = {r}_seq + i + ((T - 1) // {plan.chunk} - 1) * N  # of the last chunk" for r in f.checkpoints]
+    if loop.states and plan.most is None:
+        lines += [f"    saved_at = i + ((T - 1) // {plan.chunk} - 1) * N  # of the last chunk"]
+        lines += [f"    {v}_at, {v}_given = {v}_first + i, {f.is_given(v)}" for v in loop.states]
     return [*lines, *indented(loop.rest()), *indented(loop.chunks()), *f.last_rows()]
 
 
@@ -166,8 +169,8 @@ class _BackwardLoop:
         f = self.frame
         if self.plan.most is not None:
             return [f"{a.role}{to} = {f.first(a)}" for a in self.plan.reads if a.role in self.states]
-        own = [f"{v}{to} = math.state_at({t}, {v.to(Kind.CHECKPOINT)}_at, {v}_first + i, {f.is_given(v)}, mask)" for v in self.states]
-        return [*own, *(f"{r}_at -= N" for r in f.checkpoints)]
+        own = [f"{v}{to} = math.state_at(start, {v.to(Kind.CHECKPOINT)}_seq + saved_at, {v}_at, {v}_given, mask)" for v in self.states]
+        return [f"start = {t}", *own, "saved_at -= N"] if own else []
 
     def on(self, length: int, at: str = "") -> list[str]:
         """Return the lines that take the states on through `length` steps."""

@@ -31,7 +31,6 @@ WIDE = 768  # neurons per multiprocessor from which on the GPU is full without l
 CLASSES = ((1, False), (1 << 40, True), (1 << 40, False))  # a size and alignment of each class that `tile_for` knows
 _LARGE_CORE = 100  # ops of a step from which on a thread has registers for one neuron only
 _LARGEST_CORES = 300  # from which on one tile serves all sizes: each takes a second or more to build
-_SPILLED = 1600  # from which on NVIDIA's assembler, unless told `-O1`, gives a kernel 32 registers, and keeps the rest in memory
 
 
 def tile_for(plan: KernelPlan, N: int, processors: int, aligned: bool) -> Tile:
@@ -40,11 +39,11 @@ def tile_for(plan: KernelPlan, N: int, processors: int, aligned: bool) -> Tile:
     There is one for few and one for many neurons (or two, by alignment), from `tools/tune_triton.py` on an H200
     (benchmarks/results/gpu_tune_h200.json): within 5% of the best tile for LIF, adaptive LIF and Hodgkin-Huxley at the sizes there
     and the chunks that the plan chooses. The largest cores load ahead in the backward alone, as 64 branches of `benchmarks/inner.py` do
-    fastest on an H100 at 256, 4,096 and 262,144 neurons. The backwards of 64 branches in `attended` and `cable`
-    there have more than `_SPILLED` ops.
+    fastest on an H100 at 256, 4,096 and 262,144 neurons. Of some of these NVIDIA's assembler keeps all but 32 registers in memory, unless
+    it is told `-O1`.
     """
     if len(plan.step.nodes) > _LARGEST_CORES:
-        return Tile(64, 2, ahead=plan.direction == "backward", ptxas="-O1" if len(plan.step.nodes) > _SPILLED else "")
+        return Tile(64, 2, ahead=plan.direction == "backward", ptxas="-O1")
     if WIDE * processors >= N:
         return Tile(64, 2, ahead=True)
     if not aligned or len(plan.step.nodes) > _LARGE_CORE:
