@@ -204,9 +204,9 @@ class Walk(Rows):
         """Run an op on rows, each for itself; it computes with some tensors."""
         self.ops.append([op, *map(self.place, arrays), arrays[0].width, *map(self.weights, tensors)])
 
-    def total(self, source: Array, target: Array, by: Tensor) -> None:
+    def total(self, source: Array, target: Array, by: float) -> None:
         """Write the sum of a row over `by` to the target, at every place of it."""
-        self.by_rows(_TOTAL, (source, target), by)
+        self.by_rows(_TOTAL, (source, target), torch.full((1,), by, dtype=self.dtype))
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         taken, dims, loop = list[Tensor | None](), [len(self.arrays), len(self.ops)], cpp_products.loop(self.dtype)
@@ -274,7 +274,7 @@ class Total(NamedTuple):
     """`sum` or `mean` over the last dim, which stays as a dim of one value: in a walk this stands at every place of a row. Methods as
     of `Norm`."""
 
-    by: Tensor
+    by: float
 
     def forward(self, walk: Any, source: Array, target: Array) -> None:
         walk.total(source, target, self.by)
@@ -301,7 +301,7 @@ def row_op(f: Any, operand: torch.Size, dtype: torch.dtype) -> RowOp | None:
         return None
     if f.func not in _MEANS:
         return Softmax()
-    return Total(torch.full((1,), float(width) if _MEANS[f.func] else 1.0, dtype=dtype)) if given.get("keepdim") is True else None
+    return Total(float(width) if _MEANS[f.func] else 1.0) if given.get("keepdim") is True else None
 
 
 _MEANS = {torch.sum: False, Tensor.sum: False, torch.mean: True, Tensor.mean: True}

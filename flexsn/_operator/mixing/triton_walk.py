@@ -123,10 +123,9 @@ class TritonWalk(Rows):
         """Refuse an op on rows."""
         raise CannotWalk("a norm, or a softmax, has no op there")
 
-    def total(self, source: Array, target: Array, by: Tensor) -> None:
-        """Write the sum of a row over `by` to the target, at every place of it: a product with as many ones."""
-        ones = torch.ones(source.width, source.width, dtype=self.dtype, device=self.device)
-        self.product(source, target, ones / by.to(self.device))
+    def total(self, source: Array, target: Array, by: float) -> None:
+        """Write the sum of a row over `by` to the target, at every place of it: a product with weights that are equal."""
+        self.product(source, target, torch.full((source.width, source.width), 1.0 / by, dtype=self.dtype, device=self.device))
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         if len(self.widths) > 1:
