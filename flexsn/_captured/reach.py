@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .user_code import (
     CONSTANTS,
     CONTAINERS,
+    HOOKS,
     INTERNALS,
     NAMESPACES,
     WHOLE,
@@ -97,6 +98,7 @@ class Reach:
                     yield raw, fixed
                 seen.add(name)
         if isinstance(one, nn.Module):
+            yield from ((hook, fixed) for table in HOOKS for hook in own[table].values())
             for table in ("_parameters", "_buffers", "_modules"):
                 yield from (
                     (v, fixed) for n, v in own[table].items() if v is not None and (every or n in self.names or table != "_modules")

@@ -24,6 +24,7 @@ from .shells import Shells
 from .user_code import (
     CONSTANTS,
     CONTAINERS,
+    HOOKS,
     INTERNALS,
     NAMESPACES,
     WHOLE,
@@ -32,13 +33,12 @@ from .user_code import (
     globals_of,
     is_library,
     is_users,
+    is_users_hook,
     leads_nowhere,
     members,
     slots_of,
     users_bases,
 )
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Walk:
@@ -209,8 +209,7 @@ class Walk:
         made = self._remember(module, object.__new__(class_behind(module)))
         held = dict(vars(module))
         object.__setattr__(made, "__dict__", held)
-        prefix = f"{path}." if path else ""
-        users = bool(users_bases(type(module)))
+        prefix, users = f"{path}." if path else "", bool(users_bases(type(module)))
         self._class_of(path, module, held)
         self.items.append((vars(module), "training", module.training))
         self.constants.append((path, "training", module.training))
@@ -226,9 +225,11 @@ class Walk:
                 elif value is None:
                     self.items.append((given, name, value))
             self._shells.add(path, mine)
-        for table in _HOOKS:
+        for table in HOOKS:
             hooks = vars(module)[table]
             held[table] = type(hooks)(hooks)
+            users_own = [(n, k, hook) for n, (k, hook) in enumerate(hooks.items()) if is_users_hook(hook)]
+            held[table].update({k: self._slot(f"{prefix}{table}.{n}", hooks, k, hook) for n, k, hook in users_own})
             self.sizes.append((hooks, len(hooks)))
             self.constants.append((path, table, tuple(map(id, hooks.values()))))
             self._hooked |= bool(hooks)

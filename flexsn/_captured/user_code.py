@@ -25,6 +25,7 @@ CONSTANTS = (
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)  # where programs keep their settings
 INTERNALS = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # tables of a module
 WHOLE = frozenset(  # who names one of these may mean any attribute or child
     "children named_children modules named_modules parameters named_parameters buffers named_buffers state_dict get_submodule "
     "get_parameter get_buffer getattr vars __dict__".split()
@@ -62,6 +63,11 @@ def is_users(fn: Any) -> bool:
     if not isinstance(fn, types.FunctionType):
         return False
     return not (is_library(fn.__module__ or "") and is_library(fn.__globals__.get("__name__", "")))
+
+
+def is_users_hook(hook: Any) -> bool:
+    """Return whether a hook of a module is code of the user's, which may read and write what it captures."""
+    return isinstance(hook, functools.partial) or is_users(getattr(hook, "__func__", hook)) or bool(users_bases(type(hook)))
 
 
 def users_bases(cls: type) -> list[type]:

@@ -10,6 +10,7 @@ from torch import nn
 
 import flexsn
 from flexsn._captured import captured_values
+from flexsn.errors import FallbackWarning
 
 
 class Cell(nn.Module):
@@ -117,3 +118,81 @@ def test_another_class_is_seen(how):
     before = run(core_of(module, how))
     module.__class__ = Doubled
     assert run(core_of(module, how)) == 2 * before
+
+
+FACTOR = 1.0
+
+
+def set_factor(value):
+    global FACTOR
+    FACTOR = value
+
+
+class Scaled:
+    """A hook that is an object, with a method that is one."""
+
+    def __init__(self):
+        self.by = 1.0
+
+    def __call__(self, module, args, y):
+        return y * self.by
+
+    def hook(self, module, args, y):
+        return y * self.by
+
+
+def of_a_cell():
+    by = 1.0
+
+    def hook(module, args, y):
+        return y * by
+
+    def change():
+        nonlocal by
+        by = 3.0
+
+    return hook, change
+
+
+def of_a_list():
+    by = [1.0]
+    return lambda module, args, y: y * by[0], lambda: by.__setitem__(0, 3.0)
+
+
+def of_a_global():
+    set_factor(1.0)
+    return lambda module, args, y: y * FACTOR, lambda: set_factor(3.0)
+
+
+def of_an_object():
+    scaled = Scaled()
+    return scaled, lambda: setattr(scaled, "by", 3.0)
+
+
+def of_a_method():
+    scaled = Scaled()
+    return scaled.hook, lambda: setattr(scaled, "by", 3.0)
+
+
+@pytest.mark.parametrize("how", ["module", "method", "neuron"])
+@pytest.mark.parametrize("make", [of_a_cell, of_a_list, of_a_global, of_an_object, of_a_method])
+def test_what_a_hook_reads_is_compared_at_every_call(make, how):
+    """It had been taken as it was at the first call, without a word."""
+    module = Recurrent()
+    hook, change = make()
+    module.mixing.register_forward_hook(hook)
+    neuron = flexsn.FlexSN(module, num_states=1, stateful=False)
+    x, rest = torch.rand(3, 2, 3), torch.zeros(2, 3)
+    for _ in range(2):
+        got = neuron(x) if how == "neuron" else flexsn.scan(core_of(module, how), (x,), (rest,)).outputs[0]
+        torch.testing.assert_close(got, flexsn.scan(module, (x,), (rest,), backend="torch").outputs[0])
+        change()
+
+
+def test_a_hook_that_records_gets_what_a_loop_computes():
+    """A capture had left its stand-ins in the user's list."""
+    module, seen = Recurrent(), []
+    module.mixing.register_forward_hook(lambda module, args, y: seen.append(y))
+    with pytest.warns(FallbackWarning, match=r"changes `mixing\._forward_hooks\.0\.seen` while it runs"):
+        flexsn.scan(module, (torch.rand(3, 2, 3),), (torch.zeros(2, 3),))
+    assert [type(y) for y in seen] == [torch.Tensor] * 3 and all(y.shape == (2, 3) for y in seen)
