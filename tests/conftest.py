@@ -17,6 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # whatever pytest's import mode
 
 import folders
 
+# a compiler that another thread starts holds the lock of a file that is open meanwhile, for a moment after it is closed
+os.environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
+
 sys.path[:0] = map(str, folders.ALL)  # `cores`, `helpers`, and test modules that others import
 
 _made: list[str] = []
