@@ -231,8 +231,8 @@ def _run_apart(error: FlexSNError, key: tuple | None, asked: CoreCall) -> Result
             look = apart_from_mixing(cause, None if asked.backend == "hop" else key, asked)  # whose calls are ops of a graph
             results = _run_over_parts(asked, look)
         except (CannotFuseError, ShapeMismatchError) as other:
-            two = isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError) and why.reason != other.reason
-            why = why if other is error or two else other
+            alike = isinstance(why, NotElementwiseError) and isinstance(other, NotElementwiseError)
+            why = why if other is error or (alike and why.reason != other.reason) else other  # of one reason, the one that says more
             _keep(asked.seen.over_parts, key, copy.copy(why))  # which holds no frames, as `why` does
             raise why from None
     _keep(asked.seen.over_parts, key, look)

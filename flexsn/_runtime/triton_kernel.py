@@ -2,8 +2,7 @@
 
 A binary serves every T of its class (by the steps of a chunk, `plan.chunk_for`), and every N of its class (few neurons, or many
 with rows aligned or not): sizes are run-time arguments. The backward is built beside the forward, on threads; then, on one thread, all
-other classes of N and T. Under `TRITON_INTERPRET=1` (set before triton is imported) kernels
-run on CPU tensors, slowly: for tests.
+other classes of N and T. Under `TRITON_INTERPRET=1` (set before triton is imported) kernels run on CPU tensors, slowly: for tests.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def tile_for(plan: KernelPlan, N: int, processors: int, aligned: bool) -> Tile:
     There is one for few and one for many neurons (or two, by alignment), from `tools/tune_triton.py` on an H200
     (benchmarks/results/gpu_tune_h200.json): within 5% of the best tile for LIF, adaptive LIF and Hodgkin-Huxley at the sizes there
     and the chunks that the plan chooses. The largest cores load ahead in the backward alone, as 64 branches of `benchmarks/inner.py` do
-    fastest on an H100 at 256, 4,096 and 262,144 neurons. Of some of these NVIDIA's assembler keeps all but 32 registers in memory, unless
-    it is told `-O1`.
+    fastest on an H100 at 256, 4,096 and 262,144 neurons. NVIDIA's assembler, unless it is
+    told `-O1`, gives some of these 32 registers, and keeps the rest in memory.
     """
     if len(plan.step.nodes) > _LARGEST_CORES:
         return Tile(64, 2, ahead=plan.direction == "backward", ptxas="-O1")

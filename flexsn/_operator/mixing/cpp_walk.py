@@ -304,6 +304,7 @@ def row_op(f: Any, operand: torch.Size, dtype: torch.dtype) -> RowOp | None:
     return Total(float(width) if _MEANS[f.func] else 1.0) if given.get("keepdim") is True else None
 
 
+# whether they divide by the number of values
 _MEANS = {torch.sum: False, Tensor.sum: False, torch.mean: True, Tensor.mean: True}
 _ARGUMENTS = {  # of functions, after the operand
     torch.nn.functional.layer_norm: ("normalized_shape", "weight", "bias", "eps"),
