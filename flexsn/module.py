@@ -222,6 +222,10 @@ class FlexSN(CoreOwner):
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    def _takes_one_step(self) -> bool:
+        """Return whether inputs of a call are steps, as `step_mode="s"` says, or a network that `flexsn.over_time` runs."""
+        return self.step_mode == "s" or (not torch.compiler.is_dynamo_compiling() and walking.now is not None)
+
     def multi_step_forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run sequences, whatever `step_mode` says."""
         return self._forward_as("m", inputs)

@@ -14,6 +14,7 @@ from .._operator.fallback import warn_once
 from .._torch.autograd import current_backward
 from .._torch.compiling import outside_dynamo
 from ..errors import ArgumentError, SequenceLengthError, StaleStateError, StepByStepError
+from .layers import chain, run_chain
 from .steps import AllSteps, leaves, mapped
 from .walks import PlainLoop, walking
 
@@ -40,6 +41,10 @@ class OverTime(nn.Module):
         """`[T, *shape]` of each input to `[T, *shape]` of each output."""
         if isinstance(walking.now, AllSteps):
             raise StepByStepError("a step calls another `over_time`")
+        if len(inputs) == 1 and not named and (chained := self._chained(inputs[0])) is not None:
+            if self.reason is not None:
+                self.reason = None
+            return chained
         T, given = _length((inputs, named)), (inputs, named)
         modules = list(self.network.modules())
         training = tuple([m.training for m in modules])
@@ -61,6 +66,18 @@ class OverTime(nn.Module):
             results = self._step_by_step(T, given, why)
         self.reason = None if why is None else why.reason
         return results
+
+    def _chained(self, x: Any) -> Tensor | None:
+        """Return what a chain of layers makes of a sequence; None where the network is none, or a layer raises: what is said of it then
+        comes from a call with steps."""
+        if type(x) is not Tensor or not x.dim() or x.dtype is torch.bool or (layers := chain(self.network)) is None:
+            return None
+        try:
+            return run_chain(layers, x)
+        except Exception:  # whatever it is, the call with steps raises it anew
+            if current_backward() >= 0:  # an activation checkpoint runs the call again, and stops it when it has what it needs
+                raise
+            return None
 
     def _at_once(self, T: int, given: Any, modules: Sequence[nn.Module], before: _Before) -> Any:
         counts = [

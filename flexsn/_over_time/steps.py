@@ -215,10 +215,10 @@ class AllSteps(TorchFunctionMode, Walk):
         if (rank := _TAKES_A_BATCH.get(name)) is not None and len(steps) == 1 and args and args[0] is steps[0]:
             return mapped(self._step_or_value, _in_the_batch(func, steps[0], rank, args[1:], kwargs))
         if func in (torch.flatten, Tensor.flatten) and args and args[0] is steps[0] and steps[0].dim():
-            return self.step_of(whole_of_step(steps[0]).flatten(*_after_time(*args[1:], **kwargs)))
+            return self.step_of(whole_of_step(steps[0]).flatten(*after_time(*args[1:], **kwargs)))
         if name in _ELEMENTWISE and _aligned(name, args, kwargs):
             whole, options = whole_of(args), whole_of(kwargs)
-            found = _linear_by_spikes(*whole, **options) if func is F.linear else None
+            found = linear_by_spikes(*whole, **options) if func is F.linear else None
             return mapped(self._step_or_value, func(*whole, **options) if found is None else found)
         return self._over_time(func, args, kwargs, steps)
 
@@ -286,12 +286,12 @@ def _in_the_batch(func: Any, step: Step, rank: int, args: tuple, kwargs: dict[st
     return mapped(lambda y: y.unflatten(0, whole.shape[:2]), func(whole.flatten(0, 1), *args, **kwargs))
 
 
-def _after_time(start_dim: int = 0, end_dim: int = -1) -> tuple[int, ...]:
+def after_time(start_dim: int = 0, end_dim: int = -1) -> tuple[int, ...]:
     """Return dims of a step as those of a sequence."""
     return tuple([dim + (dim >= 0) for dim in (start_dim, end_dim)])
 
 
-def _linear_by_spikes(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def linear_by_spikes(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Return what a linear layer, whose arguments these are, makes of all steps; None where it is not worth to look at spikes alone."""
     return by_spikes(input, weight.T, bias)
 

@@ -122,7 +122,7 @@ class Neuron(FlexSN):
 
     def _check_channels(self, inputs: Sequence[Any]) -> None:
         has = f"{type(self).__name__} has per_channel={self.per_channel}, but"
-        steps = [list(x.shape[self.step_mode == "m" :]) for x in inputs if isinstance(x, Tensor)]
+        steps = [list(x.shape[not self._takes_one_step() :]) for x in inputs if isinstance(x, Tensor)]
         for step in steps:
             if step and step[min(1, len(step) - 1)] not in (self.per_channel, 1):
                 hint = "Channels are dim 1 of a step: inputs are [T, B, C, *], or [T, C]."
