@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,3 +89,26 @@ def after_backward(call: Callable[[], None]) -> None:
 def profiler_flag() -> Callable[[], bool]:
     """Return the function that tells whether a profiler of PyTorch's runs; one in C, since every launch asks."""
     return bool if moved(PROFILES) else torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # it is there (2.11, 2.14)
+
+
+def pulled_back(
+    ys: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, retain_graph: bool = False
+) -> Sequence[torch.Tensor | None]:  # fmt: skip
+    """Return what `torch.autograd.grad(ys, leaves, grads, allow_unused=True)` does. That imports sympy, to compare shapes, for most of a
+    second."""
+    with torch.enable_grad():
+        root = _Cotangents.apply(grads, *ys)
+    return torch.autograd.grad(root, leaves, retain_graph=retain_graph, allow_unused=True)
+
+
+class _Cotangents(torch.autograd.Function):
+    """A number whose gradient some cotangents are."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[torch.Tensor], *ys: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return ys[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.grads

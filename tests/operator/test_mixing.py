@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import Reversed, check_mixing, on_cpu
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.functional import linear
 
 import flexsn
@@ -701,3 +702,27 @@ def test_a_convolution_runs_once_in_training(monkeypatch):
     want = torch.autograd.grad(flexsn.scan(core, [x], [start], backend="torch").outputs[0].sum(), [x, w])
     for found in (first, second, third):
         torch.testing.assert_close(found, want)
+
+
+CONVOLUTIONS = {
+    "bias": (lambda y, w, b: F.conv1d(y, w, b, padding=1), (3, 2, 7), (2, 2, 3)),
+    "no batch": (lambda y, w, b: F.conv1d(y, w, b, 1, 1), (2, 7), (2, 2, 3)),
+    "groups": (lambda y, w, b: F.conv2d(y, w, bias=b, padding=(2, 0), dilation=(2, 1), groups=2), (3, 4, 5, 4), (4, 2, 3, 1)),
+    "no bias": (lambda y, w, b: F.conv2d(y, w, padding=1) + b[:, None, None], (3, 4, 5, 4), (4, 4, 3, 3)),
+    "same": (lambda y, w, b: F.conv2d(y, w, b, padding="same"), (3, 4, 5, 4), (4, 4, 3, 3)),
+    "volume": (lambda y, w, b: F.conv3d(y, w, b, padding=1), (2, 2, 3, 4, 3), (2, 2, 3, 3, 3)),
+    "large": (lambda y, w, b: F.conv2d(y, w, b, padding=1), (5, 4, 48, 48), (4, 4, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_gradients_of_convolutions(name):
+    """Those of their weights are found of all steps at once, but where steps are large."""
+    call, shape, weight = CONVOLUTIONS[name]
+    torch.manual_seed(0)
+
+    def core(x, v, w, b):
+        v = torch.tanh(0.5 * v + x + call(v, w, b))
+        return v * v, v
+
+    check_mixing(core, [torch.randn(4, *shape)], [torch.randn(shape)], [0.3 * torch.randn(weight), torch.randn(weight[0])])

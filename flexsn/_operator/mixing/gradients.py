@@ -11,15 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from ..._capture.signature import core_name
 from ..._runtime import fork
+from ..._torch.autograd import pulled_back
 from ..._torch.tensors import has_storage
 from ..._torch.transforms import is_plain
 from ...errors import DoubleBackwardError
 from ..autograd import run_call
-from .mixing_calls import Place, pulled_back
-from .recurrence import Loop
+from .mixing_calls import MixingFunction, Place
+from .recurrence import IN_CACHE, Loop
+
+_OF_WEIGHT = {torch.conv1d: conv1d_weight, torch.conv2d: conv2d_weight, torch.conv3d: conv3d_weight}
 
 
 class Whole(NamedTuple):
@@ -168,6 +172,7 @@ def _pulled(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     computed = {key: t.detach() for group in (whole.asked, whole.mixed, kept) for key, t in group.items()}
     trail = {k: t.detach() for k, t in whole.trail.items()}
     found, fed = loop.backward(computed, trail, of_gives | of_mixed, of_finals, of_trail) if loop.T else ({}, {})
+    _pull_fixed(loop, computed, trail, found)
     for k, by in fed.items():
         of_trail[k] = by[1:] if (g := of_trail[k]) is None else g + by[1:]
     results: list[Any] = [(whole.gives, of_gives), (whole.finals, of_finals), (whole.trail, of_trail), (whole.asked, found)]
@@ -182,6 +187,40 @@ def _pulled(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         for key, g in more.items():
             of_leaves[name][key] = _sum(of_leaves[name][key], g)
     return [*[g for group in of_leaves.values() for g in group.values()], *_of_fixed(loop, trail, computed, found)]
+
+
+def _pull_fixed(loop: Loop, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], flows: Mapping[Place, Tensor]) -> None:
+    """Find the gradients of the fixed tensors of calls that are no products, as far as the walk back has not.
+
+    Args:
+        flows: cotangents of what the calls give, `[T, ...]`, among others.
+    """
+    done = {j for j, _ in loop.of_fixed}
+    for j in loop.piece.calls if loop.T else ():
+        mix, needs = loop.mix[j], loop.needs[j]
+        if mix.weights is not None or not any(needs) or j in done:
+            continue
+        (place,), grads = loop.mixing[j].operands, flows[loop.results_of[j][0]]
+        operand = _whole(loop, place, trail, computed)
+        if mix.convolution is None:
+            _, *found = mix.pulled([operand], [grads], needs)
+        else:
+            found = _of_convolution(mix, operand, grads, needs)
+        loop.of_fixed |= {(j, n): g for n, g in enumerate(found) if g is not None}
+
+
+def _of_convolution(mix: MixingFunction, operand: Tensor, grads: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients of the fixed tensors of a convolution, of all steps `[T, ...]`."""
+    weight, options = mix.fixed[0], mix.convolution or {}
+    steps = len(operand) if operand.is_cuda else max(1, IN_CACHE // operand[0].numel())
+    found: list[Tensor | None] = [None] * len(needs)
+    for x, g in zip(operand.split(steps), grads.split(steps), strict=True):
+        if x.dim() - 1 == weight.dim():  # else a step has no batch
+            x, g = x.flatten(0, 1), g.flatten(0, 1)
+        of_weight = _OF_WEIGHT[mix.func](x, weight.shape, g, **options) if needs[0] else None
+        parts = [of_weight, *[g.sum([0, *range(2, g.dim())]) if need else None for need in needs[1:]]]
+        found = [part if sum_ is None or part is None else sum_ + part for sum_, part in zip(found, parts, strict=True)]
+    return found
 
 
 def _of_fixed(
@@ -204,8 +243,15 @@ def _halves(loop: Loop, place: Place, trail: Mapping[int, Tensor], computed: Map
     """Return an operand at the first step, and at every step but that."""
     if place[0] == "v" and place[1] in loop.start:
         return loop.start[place[1]], trail[place[1]][:-1]
-    whole = computed[place] if place in computed else loop.known[place]
+    whole = _whole(loop, place, trail, computed)
     return whole[0], whole[1:]
+
+
+def _whole(loop: Loop, place: Place, trail: Mapping[int, Tensor], computed: Mapping[Place, Tensor]) -> Tensor:
+    """Return an operand at all steps."""
+    if place[0] == "v" and place[1] in loop.start:
+        return torch.cat([loop.start[place[1]].unsqueeze(0), trail[place[1]][:-1]])
+    return computed[place] if place in computed else loop.known[place]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -8,6 +8,7 @@ elementwise goes the way of any core.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections import Counter
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ..._capture.decompositions import CELLS
 from ..._capture.signature import Signature
 from ..._capture.trace import Meta
-from ..._torch.autograd import saved_tensors_hooks_there
+from ..._torch.autograd import pulled_back, saved_tensors_hooks_there
 from ...errors import NotElementwiseError
 from .cpp_products import outer
 from .cpp_walk import by_spikes
@@ -208,7 +209,7 @@ class MixingFunction:
         """Return its results for one step, of leaves of autograd in place of its operands, and of those of `fixed` that are needed."""
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in operands]
-            leaves += [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs, strict=True)]
+            leaves += [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs or [False] * len(self.fixed), strict=True)]
             return leaves, self(*leaves)
 
     def pulled(
@@ -217,11 +218,14 @@ class MixingFunction:
         """Return the gradients of its operands at one step, then those of `fixed` that are needed; of products without the latter.
 
         Args:
+            needs: of which of `fixed`; empty: of none.
             graph: of `with_graph`, where the forward kept it.
         """
         if (weights := self.weights) is not None:
             return [(grads[0].to(self._dtype) @ weights.T.to(self._dtype)).to(grads[0].dtype)]
+
         leaves, results = graph or self.with_graph(operands, needs)
+        leaves = leaves if needs else leaves[: len(operands)]
         used = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
         asked = [t for t in leaves if t.requires_grad]
         found = iter(pulled_back([y for y, _ in used], [g for _, g in used], asked) if used else ())
@@ -241,6 +245,15 @@ class MixingFunction:
             found = found.T if self.func is torch.nn.functional.linear else found
         return [found, *[by.sum(0) if need else None for need in needs[1:]]]
 
+    @functools.cached_property
+    def convolution(self) -> dict[str, Any] | None:
+        """The options of a convolution of its operand by `fixed`; None where it computes something else, or in another dtype."""
+        if tuple(self.moving) != (0,) or self.func not in _CONVOLUTIONS or len(self.args) < 2 or self.autocast is not None:
+            return None
+        options = dict(zip(_OPTIONS, self.args[3:], strict=False)) | {k: v for k, v in self.kwargs.items() if k != "bias"}
+        same = len({t.dtype for t in tensors_in((self.args, self.kwargs))}) == 1
+        return options if same and not isinstance(options.get("padding"), str) else None
+
     def _of_weights(self, first: Tensor, later: Tensor, grads: Tensor) -> Tensor:
         """Return the gradient of `w` in `a @ w`, rows of `a` given in two parts."""
         if (found := outer(first, later, grads)) is not None:
@@ -256,30 +269,9 @@ class MixingFunction:
 
 
 Graph = tuple[list[Tensor], tuple[Tensor, ...]]  # leaves, and results
+_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
+_OPTIONS = "stride", "padding", "dilation", "groups"
 _BY_WEIGHTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
-
-
-def pulled_back(
-    ys: Sequence[Tensor], grads: Sequence[Tensor], leaves: Sequence[Tensor], *, retain_graph: bool = False
-) -> Sequence[Tensor | None]:  # fmt: skip
-    """Return what `torch.autograd.grad(ys, leaves, grads, allow_unused=True)` does. That imports sympy, to compare shapes, for most of a
-    second."""
-    with torch.enable_grad():
-        root = _Cotangents.apply(grads, *ys)
-    return torch.autograd.grad(root, leaves, retain_graph=retain_graph, allow_unused=True)
-
-
-class _Cotangents(torch.autograd.Function):
-    """A number whose gradient some cotangents are."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: Sequence[Tensor], *ys: Tensor) -> Tensor:
-        ctx.grads = grads
-        return ys[0].new_zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.grads
 
 
 def mixing_functions(

@@ -10,6 +10,7 @@ So the backward decides nothing anew: it reads the results of the mixing calls t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class Given(NamedTuple):
 
 
 _MOST_STEPS = 64
+IN_CACHE = 1 << 16  # values that a convolution's gradient goes through at a time, on a CPU: more is slower
 
 
 class OneStep:
@@ -235,23 +237,11 @@ class Loop:
             p: some.new_empty((1, *meta.shape), dtype=meta.dtype) for p in self.mixed for meta in [self.mixing[p[1]].results[p[2]]]
         }
 
-    def pull_fixed(self, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], flows: Mapping[Place, Tensor]) -> None:
-        """Find the gradients of the fixed tensors of calls that are no products, of all steps.
-
-        Args:
-            computed, trail: as of `backward`.
-            flows: cotangents of what the calls give, among others.
-        """
-        for j in self.piece.calls:
-            if self.mix[j].weights is not None or not any(self.needs[j]):
-                continue
-            (place,) = self.mixing[j].operands
-            if place[0] == "v":
-                operand = torch.cat([self.start[place[1]].unsqueeze(0), trail[place[1]][:-1]])
-            else:
-                operand = computed[place] if place in computed else self.known[place]
-            _, *found = self.mix[j].pulled([operand], [flows[self.results_of[j][0]]], self.needs[j])
-            self.of_fixed |= {(j, n): g for n, g in enumerate(found) if g is not None}
+    @property
+    def convolutions(self) -> list[int]:
+        """Convolutions whose gradients of fixed tensors are found after the walk back, of all steps: not of large ones, on a CPU."""
+        found = [j for j in self.piece.calls if any(self.needs[j]) and self.mix[j].convolution is not None]
+        return [j for j in found if self.device.type == "cuda" or math.prod(self.mixing[j].results[0].shape) <= IN_CACHE // 2]
 
     @torch.no_grad()
     def forward(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
@@ -324,8 +314,9 @@ class Loop:
         ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None],
     ) -> tuple[dict[Place, Tensor], dict[int, Tensor], dict[int, Tensor | None]]:  # fmt: skip
         """Walk back over time in Python, as `backward` does; return also the cotangents of the states at the start."""
-        products = [p for p in self.mixed if self.mix[p[1]].weights is not None and any(self.needs[p[1]])]
-        kept: dict[Place, list[Tensor]] = {p: [] for p in (*self.asked, *self.outer, *products)}
+        late = self.convolutions
+        whole = [p for p in self.mixed if p[1] in late or (self.mix[p[1]].weights is not None and any(self.needs[p[1]]))]
+        kept: dict[Place, list[Tensor]] = {p: [] for p in (*self.asked, *self.outer, *whole)}
         fed = {k: v.new_empty((self.T + 1, *v.shape)) for k, v in self.start.items() if v.is_floating_point()}
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in (self.known | dict(computed)).items()}
         ends = {k: torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g for k, v in self.start.items()}
@@ -334,7 +325,7 @@ class Loop:
             rows |= {("v", k, 0): (v if t == 0 else trail[k][t - 1]).unsqueeze(0) for k, v in self.start.items()}
             ends = {k: a if (b := trails[k]) is None else b[t] if a is None else a + b[t] for k, a in ends.items()}
             flow = {p: g[t : t + 1] for p in self.mixed if (g := grads.get(p)) is not None}
-            self._step_back(t, rows, flow, {p: None if (g := grads[p]) is None else g[t : t + 1] for p in self.gives}, ends)
+            self._step_back(t, rows, flow, {p: None if (g := grads[p]) is None else g[t : t + 1] for p in self.gives}, ends, late)
             for p, column in kept.items():
                 column.append(self._of(flow, rows, p))
             for k, by in fed.items():
@@ -345,8 +336,14 @@ class Loop:
             by[self.T] = 0.0
         return {p: torch.cat(column[::-1]) for p, column in kept.items()}, fed, ends
 
-    def _step_back(self, t: int, rows: Rows, flow: Rows, grads: Mapping[Place, Tensor | None], ends: Mapping[int, Tensor | None]) -> None:
-        """Put the cotangents of what a step computes into `flow`; those of states by way of their own segment as `("n", k, 0)`."""
+    def _step_back(
+        self, t: int, rows: Rows, flow: Rows, grads: Mapping[Place, Tensor | None], ends: Mapping[int, Tensor | None], late: Sequence[int]
+    ) -> None:
+        """Put the cotangents of what a step computes into `flow`; those of states by way of their own segment as `("n", k, 0)`.
+
+        Args:
+            late: calls whose fixed tensors have their gradients later, of all steps.
+        """
 
         def add(place: Place, grad: Tensor | None) -> None:
             if grad is not None:
@@ -364,9 +361,8 @@ class Loop:
             for j in reversed(stage.calls):
                 operands, results = self.mixing[j].operands, self.results_of[j]
                 given_results = [self._of(flow, rows, p).squeeze(0) for p in results]
-                pulled = self.mix[j].pulled(
-                    [rows[p].squeeze(0) for p in operands], given_results, self.needs[j], self.graphs.pop((t, j), None)
-                )
+                needs = [] if j in late else self.needs[j]
+                pulled = self.mix[j].pulled([rows[p].squeeze(0) for p in operands], given_results, needs, self.graphs.pop((t, j), None))
                 for place, g in zip(operands, pulled, strict=False):
                     add(place, None if g is None else g.unsqueeze(0))
                 for n, g in enumerate(pulled[len(operands) :]):

@@ -65,7 +65,6 @@ def backward(
 
         found = _run(loop, (*what, language), given, walk)
         if not isinstance(found, CannotWalk):
-            loop.pull_fixed(computed, trail, found[0])
             return found
     return None
 
