@@ -7,7 +7,6 @@ programs of the same sequences write to memory, and meet there.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,19 +54,74 @@ class _Slot:
     next: str | None = None
 
 
+@dataclass
+class _Product:
+    """A product: the variables of its results, of its operand, the pointers of its scratch memory, of its weights and of memory for their
+    parts, and a name of its own."""
+
+    found: list[str]
+    sources: list[str]
+    scratch: str
+    weights: str
+    parts: str
+    name: str
+
+    def opening(self, *, held: bool) -> list[str]:
+        """Return the lines before the loop."""
+        if held:
+            return [f"{self.weights}_held = math.weights({self.weights}, c, H, KP, KB)"]
+        columns = [f"{n} * H + c" if n else "c" for n in range(len(self.found))]
+        return [f"math.split({self.weights}, {self.parts}, {column}, {self.sizes}, KB, c < H)" for column in columns]
+
+    @property
+    def sizes(self) -> str:
+        """The sizes of its weights."""
+        return f"{len(self.sources)} * H, {len(self.found)} * H"
+
+    def lines(self, spikes: bool, *, held: bool) -> list[str]:
+        """Return its lines.
+
+        Args:
+            spikes: whether what it takes is 0 or 1.
+            held: whether a program keeps its columns of the weights in registers; else it reads them at every step.
+        """
+        rows, width = self.name, f"{len(self.sources)} * H"
+        lines = [f"{rows} = {self.scratch} + (count % 2) * 3 * B * {width} + r * {width}"]
+        for n, source in enumerate(self.sources):
+            lines.append(f"math.share({rows}, B, {width}, {f'{n} * H + ' if n else ''}c, {source}, mask, PRODUCTS)")
+        lines += ["math.meet(counter, count, PROGRAMS)", "count += 1"]
+        lines += [f"{found} = tl.zeros((BB, HC), tl.float32)" for found in self.found]
+        given = "start, PRODUCTS, SPIKES=" + str(spikes)
+        if held:
+            lines += ["for block in tl.static_range(KP // KB):", "    k = block * KB + tl.arange(0, KB)"]
+            add = f"{self.found[0]}, {rows}, B, {width}, k[None, :], r, {self.weights}_held[block], {given}"
+            return [*lines, f"    {self.found[0]} = math.add_product({add})"]
+        lines += [f"for first_k in range(0, {width}, KB):", "    k = first_k + tl.arange(0, KB)"]
+        for n, found in enumerate(self.found):
+            column = f"{n} * H + c" if n else "c"
+            lines.append(f"    w = math.read_weights({self.parts}, k[:, None], {column}, {self.sizes}, c < H)")
+            lines.append(f"    {found} = math.add_product({found}, {rows}, B, {width}, k[None, :], r, w, {given})")
+        return lines
+
+
 class WalkSource:
     """The text of a kernel, and its arguments.
 
+    Args:
+        rounds: whether what products give is rounded to bfloat16, as autocast has it.
+
     Attributes:
         arguments: by name: tensors, sizes and numbers.
-        products: how many there are at a step.
+        products: those of a step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, rounds: bool = False) -> None:
+        self.rounds = rounds
         self.arguments: dict[str, Any] = {}
         self.functions: dict[KernelPlan, str] = {}
-        self.opening, self.loads, self.body = list[str](), list[str](), list[str]()  # before the loop; of every step: first, then
-        self.products, self._spikes = 0, set[str]()
+        self.opening, self.loads = list[str](), list[str]()  # before the loop; of every step, before the body
+        self.body = list[str | _Product]()
+        self.products, self._spikes = list[_Product](), set[str]()
         self._known, self._slots = dict[int, str](), dict[int, _Slot]()
         self._stores: dict[int, tuple[str, str]] = {}
         self._pointers: dict[int, str] = {}
@@ -83,7 +137,8 @@ class WalkSource:
         """Return the variable of the row at step t of a sequence `[T, B, H]`; what was set at this step is not read again."""
         if id(array) not in self._known:
             name = self._known[id(array)] = self.name()
-            self.loads.append(f"{name} = {_load(self._pointer(sequence, strides=True), 't')}")
+            wide = ".to(tl.float32)" if sequence.dtype in (torch.bfloat16, torch.float16) else ""
+            self.loads.append(f"{name} = {_load(self._pointer(sequence, strides=True), 't')}{wide}")
             self._kept.append(array)
         return self._known[id(array)]
 
@@ -146,29 +201,53 @@ class WalkSource:
         self.body.append(f"{', '.join(found.values())} = {function}({', '.join([*given, *own])})")
         return found
 
-    def product(self, source: str, scratch: Any, w: Any, bias: Any | None) -> str:
-        """Return the variable of `source @ w + bias`; `scratch [2, B, H]` is of this product."""
-        pointer, added = self._pointer(w), "" if bias is None else f" + {self.param(bias)}"
-        self.opening.append(f"{pointer}_held = math.weights({pointer}, c, H, KP, KB)")
-        given = f"{source}, {pointer}_held, {self._pointer(scratch)}, counter, count, start, r, c, B, H, KP, KB, PROGRAMS, PRODUCTS"
-        found = self._let(f"math.product({given}, SPIKES={{spikes_{source}}}){added}")
+    def product(self, sources: Sequence[str], scratch: Any, w: Any, parts: Any, biases: Sequence[Any]) -> list[str]:
+        """Return the variables of `a @ w + bias`, of which `a` and the result may be several times as wide as a value.
+
+        Args:
+            sources: the variables of `a`.
+            scratch: bfloat16 `[2, 3, B, width of a]`, of this product.
+            parts: bfloat16 `[3, *w.shape]`, for the parts of its weights.
+            biases: one per result; None of none.
+        """
+        found, (to, of, split) = [self.name() for _ in biases], map(self._pointer, (scratch, w, parts))
+        made = _Product(found, list(sources), to, of, split, self.name())
+        self.products.append(made)
+        self.body.append(made)
+        if not self.rounds:
+            return [name if b is None else self.sum(name, self.param(b)) for name, b in zip(made.found, biases, strict=True)]
+        added = ["" if b is None else f" + math.round_bfloat16({self.param(b)})" for b in biases]
+        return [self.let(f"math.round_bfloat16({name}{bias})") for name, bias in zip(made.found, added, strict=True)]
+
+    def total(self, source: str, scratch: Any, *, largest: bool = False) -> str:
+        """Return the variable of the sum of a row, or of its largest value, at every column; `scratch [2, B, H]` is of this sum."""
+        found = self.let(f"math.total({source}, {self._pointer(scratch)}, counter, count, r, c, B, H, PROGRAMS, LARGEST={largest})")
         self.body.append("count += 1")
-        self.products += 1
         return found
 
     def sum(self, a: str, b: str) -> str:
         """Return the variable of a sum."""
-        return self._let(f"{a} + {b}")
+        return self.let(f"{a} + {b}")
 
     # --- text -------------------------------------------------------------------------------------------------------------------
-    def text(self, core: str, *, back: bool) -> str:
-        """Return the kernel's text: `walk(*arguments, counters, T, B, ...)`; a program per BB sequences and HC columns."""
+    def text(self, core: str, *, back: bool, held: bool) -> str:
+        """Return the kernel's text: `walk(*arguments, counters, T, B, ...)`; a program per BB sequences and HC columns.
+
+        Args:
+            held: whether a program keeps its columns of all weights in registers.
+        """
         steps = [step_lines(plan, name) for plan, name in self.functions.items()]
         constants = [f"{name}: tl.constexpr" for name in ("H", "KP", "KB", "BB", "HC", "PROGRAMS", "PRODUCTS")]
         lines = ["@triton.jit(do_not_specialize=['T', 'B'])"]
         lines += [f"def walk({', '.join([*self.arguments, 'counters', 'T', 'B', *constants])}):"]
         spikes = {slot.variable for slot in self._slots.values() if slot.next in self._spikes} | self._spikes
-        body = [re.sub(r"\{spikes_(\w+)\}", lambda found: str(found[1] in spikes), line) for line in self.body]
+        body, opening = list[str](), list(self.opening)
+        for line in self.body:
+            if isinstance(line, str):
+                body.append(line)
+                continue
+            body += line.lines({*line.sources} <= spikes, held=held)
+            opening += line.opening(held=held)
         loop = [*(["t, start = left - 1, left == T"] if back else ["start = t == 0"]), *self.loads, *body]
         loop += [f"tl.store({_at(pointer, 't')}, {value}, mask=mask)" for pointer, value in self._stores.values()]
         loop += [f"{slot.variable} = {slot.next}" for slot in self._slots.values() if slot.next is not None]
@@ -178,7 +257,7 @@ class WalkSource:
             "mask = (r < B) & (c < H)",
             "counter, count = counters + tl.program_id(0) * 32, 0",
             "first, last = (T - 1) % 2, 1" if back else "first, last = 0, T % 2",
-            *self.opening,
+            *dict.fromkeys(opening),
             "for left in range(T, 0, -1):" if back else "for t in range(T):",
             *[f"    {line}" for line in loop],
             *[f"tl.store({_at(slot.pointer, 'last')}, {slot.variable}, mask=mask)" for slot in self._slots.values()],
@@ -186,7 +265,8 @@ class WalkSource:
         title = f"# {safe(core)}: a walk {'back ' if back else ''}over time. Generated by flexsn {__version__}."
         return "\n".join([title, *IMPORTS, "", "", *steps, *lines, *[f"    {line}" for line in own], ""])
 
-    def _let(self, text: str) -> str:
+    def let(self, text: str) -> str:
+        """Return the name of a new variable, which is what an expression says."""
         name = self.name()
         self.body.append(f"{name} = {text}")
         return name

@@ -80,7 +80,7 @@ def weights(w, c, H: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr):
     found = ()
     for block in tl.static_range(KP // KB):
         k = block * KB + tl.arange(0, KB)[:, None]
-        found = found + parts(tl.load(w + k * H + c, mask=(k < H) & (c < H), other=0))
+        found = found + (parts(tl.load(w + k * H + c, mask=(k < H) & (c < H), other=0)),)  # noqa: RUF005  Triton knows no starred tuples
     return found
 
 
@@ -96,47 +96,89 @@ def meet(counter, count, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def product(  # noqa: PLR0913  Triton has no structures
-    a, held, scratch, counter, count, start, r, c, B, H: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, PROGRAMS: tl.constexpr,
-    PRODUCTS: tl.constexpr, SPIKES: tl.constexpr,
-):  # fmt: skip
-    """`a @ w` for columns c of weights, of which every program has other columns; what they have of `a` goes through `scratch [2, B, H]`:
-    while some read, others write on.
-
-    PRODUCTS: of bfloat16 for one of float32: six, which is its rounding, or three.
-    SPIKES: `a` is 0 or 1, but at the start of a call, which may have any.
-    """
-    rows = scratch + (count % 2) * B * H + r * H
-    tl.store(rows + c, a, mask=(r < B) & (c < H))
-    meet(counter, count, PROGRAMS)
-    found = tl.zeros(a.shape, tl.float32)
-    for block in tl.static_range(KP // KB):
-        k = block * KB + tl.arange(0, KB)[None, :]
-        whole = tl.load(rows + k, mask=(r < B) & (k < H), other=0, cache_modifier=".cg")
-        if SPIKES:
-            if start:
-                found = _dots(whole, held[3 * block], held[3 * block + 1], held[3 * block + 2], found, PRODUCTS)
-            else:
-                high = whole.to(tl.bfloat16)
-                if PRODUCTS == 6:
-                    found = _dot(high, held[3 * block + 2], found)
-                found = _dot(high, held[3 * block + 1], found)
-                found = _dot(high, held[3 * block], found)
-        else:
-            found = _dots(whole, held[3 * block], held[3 * block + 1], held[3 * block + 2], found, PRODUCTS)
-    return found
+def share(rows, B, K: tl.constexpr, column, a, mask, PRODUCTS: tl.constexpr):
+    """Write some columns of what a product takes, in parts, to `rows` of `[3, B, K]`."""
+    high, middle, low = parts(a)
+    tl.store(rows + column, high, mask=mask)
+    if PRODUCTS > 1:
+        tl.store(rows + B * K + column, middle, mask=mask)
+    if PRODUCTS == 6:
+        tl.store(rows + 2 * B * K + column, low, mask=mask)
 
 
 @triton.jit
-def _dots(a, high, middle, low, found, PRODUCTS: tl.constexpr):
-    a_high, a_middle, a_low = parts(a)
+def split(w, into, column, K: tl.constexpr, W: tl.constexpr, KB: tl.constexpr, columns):
+    """Write some columns of weights `[K, W]`, from `column` on, in parts to `into [3, K, W]`."""
+    for first in range(0, K, KB):
+        k = first + tl.arange(0, KB)[:, None]
+        mask = (k < K) & columns
+        high, middle, low = parts(tl.load(w + k * W + column, mask=mask, other=0))
+        tl.store(into + k * W + column, high, mask=mask)
+        tl.store(into + (K + k) * W + column, middle, mask=mask)
+        tl.store(into + (2 * K + k) * W + column, low, mask=mask)
+    tl.debug_barrier()
+
+
+@triton.jit
+def read_weights(w, k, column, K: tl.constexpr, W: tl.constexpr, columns):
+    """Three parts of rows k, from `column` on, of weights that `split` wrote."""
+    mask, at = (k < K) & columns, w + k * W + column
+    return tl.load(at, mask=mask, other=0), tl.load(at + K * W, mask=mask, other=0), tl.load(at + 2 * K * W, mask=mask, other=0)
+
+
+@triton.jit
+def add_product(  # noqa: PLR0913  Triton has no structures
+    found, rows, B, K: tl.constexpr, k, r, weights, start, PRODUCTS: tl.constexpr, SPIKES: tl.constexpr
+):  # fmt: skip
+    """`found + a @ w`, of columns k of `a`, which lies in parts in `rows` of `[3, B, K]`, and of three parts of these rows of w.
+
+    PRODUCTS: of bfloat16 for one of float32: six, which is its rounding, three, or one.
+    SPIKES: `a` is 0 or 1, but at the start of a call, which may have any.
+    """
+    mask, at = (r < B) & (k < K), rows + k
+    a = tl.load(at, mask=mask, other=0, cache_modifier=".cg")
+    if PRODUCTS > 1:
+        if SPIKES:
+            if start:
+                found = _add_rest(found, a, at, B * K, mask, weights, PRODUCTS)
+            else:
+                if PRODUCTS == 6:
+                    found = _dot(a, weights[2], found)
+                found = _dot(a, weights[1], found)
+        else:
+            found = _add_rest(found, a, at, B * K, mask, weights, PRODUCTS)
+    return _dot(a, weights[0], found)
+
+
+@triton.jit
+def _add_rest(found, a, at, part, mask, weights, PRODUCTS: tl.constexpr):
+    """All products of parts but the largest."""
+    middle = tl.load(at + part, mask=mask, other=0, cache_modifier=".cg")
     if PRODUCTS == 6:
-        found = _dot(a_low, high, found)
-        found = _dot(a_middle, middle, found)
-        found = _dot(a_high, low, found)
-    found = _dot(a_middle, high, found)
-    found = _dot(a_high, middle, found)
-    return _dot(a_high, high, found)
+        found = _dot(tl.load(at + 2 * part, mask=mask, other=0, cache_modifier=".cg"), weights[0], found)
+        found = _dot(middle, weights[1], found)
+        found = _dot(a, weights[2], found)
+    found = _dot(middle, weights[0], found)
+    return _dot(a, weights[1], found)
+
+
+@triton.jit
+def total(  # noqa: PLR0913  Triton has no structures
+    a, scratch, counter, count, r, c, B, H: tl.constexpr, PROGRAMS: tl.constexpr, LARGEST: tl.constexpr
+):  # fmt: skip
+    """The sum of a row, or its largest value, at every column: that of each program's columns goes through `scratch [2, B, H]`."""
+    if LARGEST:
+        own = tl.max(tl.where(c < H, a, float("-inf")), 1, keep_dims=True)
+    else:
+        own = tl.sum(tl.where(c < H, a, 0.0), 1, keep_dims=True)
+    if PROGRAMS > 1:
+        rows = scratch + (count % 2) * B * H + r * H
+        tl.store(rows + tl.program_id(1), own, mask=r < B)
+        meet(counter, count, PROGRAMS)
+        p = tl.arange(0, triton.next_power_of_2(PROGRAMS))[None, :]
+        every = tl.load(rows + p, mask=(r < B) & (p < PROGRAMS), other=float("-inf") if LARGEST else 0.0, cache_modifier=".cg")
+        own = tl.max(every, 1, keep_dims=True) if LARGEST else tl.sum(every, 1, keep_dims=True)
+    return tl.broadcast_to(own, a.shape)
 
 
 @triton.jit

@@ -11,6 +11,8 @@ from torch.nn.functional import layer_norm, linear
 import flexsn
 from flexsn import surrogate
 from flexsn._captured.captured_values import look
+from flexsn._codegen.triton_walk import WalkSource
+from flexsn._operator.mixing import triton_walk
 from flexsn._operator.mixing.cpp_walk import CannotWalk
 from flexsn._operator.mixing.triton_walk import Tile, TritonWalk, tile_for
 from flexsn._program.replay import Kinds
@@ -21,15 +23,14 @@ T = 6
 @pytest.fixture
 def walked(monkeypatch):
     """The texts of the kernels that walked, each of which was written down."""
-    found, own = [], TritonWalk.kernel_of
+    found, own = [], WalkSource.text
     monkeypatch.setattr(Kinds, "_noted", lambda *args: "not yet")
 
-    def noted(self, *, back):
-        kernel = own(self, back=back)
-        found.append(self.source.text("recurrence", back=back))
-        return kernel
+    def noted(self, *args, **options):
+        found.append(own(self, *args, **options))
+        return found[-1]
 
-    monkeypatch.setattr(TritonWalk, "kernel_of", noted)
+    monkeypatch.setattr(WalkSource, "text", noted)
     return found
 
 
@@ -47,7 +48,7 @@ def check(core, x, states, params, *, asked=(0, 1, 2), tol=1e-4):
         grads = torch.autograd.grad([y for y, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True)
         runs.append([*results, *[torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves, strict=True)]])
     for a, b in zip(*runs, strict=True):
-        torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+        torch.testing.assert_close(a, b, rtol=tol, atol=tol * max(1.0, b.detach().abs().max().item()))
 
 
 def lif(x, v, s, w):
@@ -82,6 +83,39 @@ def inhibited(x, v, s, w):
     return s, h * (1.0 - s), s
 
 
+def normed(x, v, s, w):
+    """A norm with weights, of what a product gives."""
+    h = v + (layer_norm(x + s @ w, (w.shape[0],), 0.5 + w[0], w[1], 1e-3) - v) / 2.0
+    s = surrogate.atan(h - 0.3)
+    return s, h * (1.0 - s), s
+
+
+def plainly_normed(x, v, w):
+    v = torch.tanh(x + layer_norm(v, (w.shape[0],)) @ w)
+    return v, v
+
+
+def competing(x, v, w):
+    v = torch.tanh(x + 3.0 * torch.softmax(v @ w, -1) - v.softmax(-1))
+    return v, v
+
+
+def lstm(x, h, c, w):
+    """Gates are four times as wide as the states; of an input that is, too."""
+    i, f, o, u = (torch.cat([x, x, -x, x], -1) + h @ torch.cat([w, w.T, -w, w * 2], 1)).chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(u)
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return h, h, c
+
+
+def to_gates_and_back(x, v, s, w):
+    """A product that takes what is wider than a state."""
+    both = torch.tanh(s @ torch.cat([w, w.T], 1))
+    h = v + (x + both @ torch.cat([w, -w.T], 0) - v) / 2.0
+    s = surrogate.atan(h - 0.3)
+    return s, h * (1.0 - s), s
+
+
 def mixed_as_it_is(x, v, w):
     """What a product gives is an output, too."""
     m = v @ w
@@ -89,16 +123,35 @@ def mixed_as_it_is(x, v, w):
     return m, v
 
 
-CORES = {f.__name__: f for f in (lif, two_products, in_a_row, inhibited, mixed_as_it_is)}
+CORES = {
+    f.__name__: f for f in (
+        lif, two_products, in_a_row, inhibited, mixed_as_it_is, normed, plainly_normed, competing, lstm, to_gates_and_back,
+    )
+}  # fmt: skip
+TWO_STATES = ("lif", "two_products", "inhibited", "normed", "lstm", "to_gates_and_back")
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["weights held", "weights read"])
 @pytest.mark.parametrize("width, batch", [(5, 3), (33, 17), (16, 1)])
 @pytest.mark.parametrize("name", CORES)
-def test_as_the_eager_loop(name, width, batch, walked):
+def test_as_the_eager_loop(name, width, batch, held, walked, monkeypatch):
     torch.manual_seed(1)
-    states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products", "inhibited") else 1)]
+    if not held:
+        monkeypatch.setattr(triton_walk, "_HELD", 0)
+    states = [torch.rand(batch, width) for _ in range(2 if name in TWO_STATES else 1)]
     check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
     assert ["walk back" in text for text in walked] == [False, True]
+
+
+@pytest.mark.parametrize("core", [lif, rnn, lstm], ids=lambda core: core.__name__)
+def test_products_follow_autocast(core, walked):
+    """To bfloat16; in float16 walks are as before."""
+    torch.manual_seed(1)
+    rows, (x, w, b) = 2 - (core is rnn), (torch.randn(T, 4, 20) + 0.5, torch.randn(20, 20) * 0.3, torch.randn(20))
+    for dtype, tolerance in ((torch.bfloat16, 4e-2), (torch.float16, 5e-3)):
+        with torch.autocast(x.device.type, dtype):
+            check(core, x, [torch.zeros(4, 20)] * rows, [w, b][: 3 - rows], tol=tolerance)
+    assert len(walked) == 2 and all("math.round_bfloat16(u" in text for text in walked)
 
 
 @pytest.mark.parametrize("name", CORES)
@@ -109,7 +162,7 @@ def test_the_third_call_of_a_kind_replays(name, monkeypatch):
     monkeypatch.setattr(TritonWalk, "kernel_of", lambda self, *, back: (found.append(back), own(self, back=back))[1])
     for seed in range(4):
         torch.manual_seed(seed)
-        states = [torch.rand(batch, width) for _ in range(2 if name in ("lif", "two_products", "inhibited") else 1)]
+        states = [torch.rand(batch, width) for _ in range(2 if name in TWO_STATES else 1)]
         check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
     assert found == [False, True, False, False, True, True]  # the second call's once more, noted
 
@@ -209,25 +262,34 @@ def test_values_that_are_no_numbers_stay(walked):
 
 
 @on_cpu
-def test_what_does_not_fit_is_said():
-    assert tile_for(64, 256, 132) == Tile(16, 32, 4, 8) and tile_for(64, 512, 132) == Tile(16, 16, 4, 32)
-    for sequences, width in ((64, 513), (1024, 256)):
+def test_how_a_walk_is_cut():
+    one, card = [(1, 1)], (132, 227 << 10)
+    assert tile_for(64, 256, one, *card) == Tile(16, 32, 4, 8, True, 128)
+    assert tile_for(64, 512, one, *card) == Tile(16, 16, 4, 32, True, 128)
+    assert tile_for(1024, 256, one, *card) == Tile(64, 32, 16, 8, True, 128)  # more sequences in a program, so that all run at once
+    assert tile_for(128, 512, one, *card) == Tile(32, 16, 4, 32, True, 128)
+    assert tile_for(64, 256, one * 2, *card) == Tile(16, 16, 4, 16, True, 128)
+    assert tile_for(64, 1024, one, *card) == Tile(16, 32, 4, 32, False, 128)  # weights that no registers hold
+    assert tile_for(64, 256, [(1, 4)], *card) == Tile(16, 32, 4, 8, False, 128)  # gates
+    assert tile_for(64, 256, [(1, 4)], 108, 163 << 10) == Tile(16, 32, 4, 8, False, 64)  # shared memory holds no more
+    assert tile_for(64, 256, [], *card) == Tile(16, 32, 4, 8, True, 128)
+    for sequences, width in ((64, 2048), (16384, 256)):
         with pytest.raises(CannotWalk, match="more than this GPU runs at once"):
-            tile_for(sequences, width, 132)
+            tile_for(sequences, width, one, *card)
 
 
-def normed(x, v, w):
-    v = torch.tanh(layer_norm(x + v @ w, (5,)))
+def summed_up(x, v, w):
+    v = torch.tanh(x + (v @ w).cumsum(-1))
     return v, v
 
 
-def gated(x, v, w):
+def halves(x, v, w):
     a, b = (x + v @ w).chunk(2, -1)
     v = torch.cat([torch.tanh(a) * torch.sigmoid(b), b], -1)
     return v, v
 
 
-@pytest.mark.parametrize("core, width", [(normed, 5), (gated, 6)])
+@pytest.mark.parametrize("core, width", [(summed_up, 5), (halves, 6)])
 def test_what_has_no_op_walks_as_before(core, width, walked, monkeypatch):
     made, make = [], TritonWalk.__init__
     monkeypatch.setattr(TritonWalk, "__init__", lambda self, *args: (made.append(1), make(self, *args))[1])

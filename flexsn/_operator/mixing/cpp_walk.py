@@ -81,13 +81,19 @@ class Rows:
         T: steps.
         lead: dims of a step before the last one.
         dtype: of all that ops but kernels take.
+        unit: the width of states.
         fresh: calls what allocates a tensor.
+
+    Attributes:
+        takes_autocast: whether products may follow autocast.
     """
 
     array: type[Array] = Array
+    takes_autocast = False
 
-    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, device: torch.device, fresh: Fresh = operator.call):
-        self.T, self.lead, self.dtype, self.device, self.sequences, self.fresh = T, tuple(lead), dtype, device, math.prod(lead), fresh
+    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, device: torch.device, unit: int, fresh: Fresh = operator.call):
+        self.T, self.lead, self.dtype, self.device, self.unit, self.fresh = T, tuple(lead), dtype, device, unit, fresh
+        self.sequences = math.prod(lead)
 
     def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
         """Return an array with memory of its own; on a CPU that which earlier ones left, if it is large."""
@@ -121,8 +127,8 @@ class Rows:
 class Walk(Rows):
     """A list of ops, written one after the other; arguments as of `Rows`."""
 
-    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, fresh: Fresh = operator.call):
-        super().__init__(T, lead, dtype, torch.device("cpu"), fresh)
+    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, unit: int, fresh: Fresh = operator.call):
+        super().__init__(T, lead, dtype, torch.device("cpu"), unit, fresh)
         self.arrays: list[Array] = []
         self.ops: list[list[int]] = []
         self.pointers: list[Tensor | tuple[int, Any]] = []  # or an address, and what keeps it good
@@ -204,9 +210,28 @@ class Walk(Rows):
         """Run an op on rows, each for itself; it computes with some tensors."""
         self.ops.append([op, *map(self.place, arrays), arrays[0].width, *map(self.weights, tensors)])
 
+    def number(self, value: float) -> Tensor:
+        return torch.full((1,), value, dtype=self.dtype)
+
+    def norm(self, source: Array, target: Array, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+        """Write `layer_norm` of rows to the target."""
+        self.by_rows(_NORM, (source, target), weight, bias, self.number(eps))
+
+    def norm_back(self, source: Array, grad: Array, target: Array, weight: Tensor | None, eps: float) -> None:
+        """Write the cotangent of what `layer_norm` takes to the target; `grad`: that of its result."""
+        self.by_rows(_NORM_BACK, (source, grad, target), weight, self.number(eps))
+
+    def softmax(self, source: Array, target: Array) -> None:
+        """Write `softmax` of rows to the target."""
+        self.by_rows(_SOFTMAX, (source, target))
+
+    def softmax_back(self, result: Array, grad: Array, target: Array) -> None:
+        """Write the cotangent of what `softmax` takes to the target; `grad`: that of its result."""
+        self.by_rows(_SOFTMAX_BACK, (result, grad, target))
+
     def total(self, source: Array, target: Array, by: float) -> None:
         """Write the sum of a row over `by` to the target, at every place of it."""
-        self.by_rows(_TOTAL, (source, target), torch.full((1,), by, dtype=self.dtype))
+        self.by_rows(_TOTAL, (source, target), self.number(by))
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         taken, dims, loop = list[Tensor | None](), [len(self.arrays), len(self.ops)], cpp_products.loop(self.dtype)
@@ -249,25 +274,25 @@ class Norm(NamedTuple):
 
     weight: Tensor | None
     bias: Tensor | None
-    eps: Tensor
+    eps: float
 
     def forward(self, walk: Any, source: Array, target: Array) -> None:
         """Write what it makes of rows to the target."""
-        walk.by_rows(_NORM, (source, target), *self)
+        walk.norm(source, target, *self)
 
     def backward(self, walk: Any, source: Array, result: Array, grad: Array, target: Array) -> None:
         """Write the cotangent of what it takes to the target; `grad`: that of its result."""
-        walk.by_rows(_NORM_BACK, (source, grad, target), self.weight, self.eps)
+        walk.norm_back(source, grad, target, self.weight, self.eps)
 
 
 class Softmax(NamedTuple):
     """`softmax` over the last dim; methods as of `Norm`."""
 
     def forward(self, walk: Any, source: Array, target: Array) -> None:
-        walk.by_rows(_SOFTMAX, (source, target))
+        walk.softmax(source, target)
 
     def backward(self, walk: Any, source: Array, result: Array, grad: Array, target: Array) -> None:
-        walk.by_rows(_SOFTMAX_BACK, (result, grad, target))
+        walk.softmax_back(result, grad, target)
 
 
 class Total(NamedTuple):
@@ -286,7 +311,7 @@ class Total(NamedTuple):
 RowOp = Norm | Softmax | Total
 
 
-def row_op(f: Any, operand: torch.Size, dtype: torch.dtype) -> RowOp | None:
+def row_op(f: Any, operand: torch.Size) -> RowOp | None:
     """Return what a mixing call `f`, a `MixingFunction`, does to the rows of its operand; None of one that does anything else."""
     names = _ARGUMENTS.get(f.func)
     if names is None or tuple(f.moving) != (0,) or len(f.args) > len(names) + 1:
@@ -294,8 +319,8 @@ def row_op(f: Any, operand: torch.Size, dtype: torch.dtype) -> RowOp | None:
     given = dict(zip(names, f.args[1:], strict=False)) | f.kwargs
     last, width = (len(operand) - 1, -1), operand[-1]
     if f.func is torch.nn.functional.layer_norm:
-        eps = torch.full((1,), given.get("eps", 1e-5), dtype=dtype)
-        return Norm(given.get("weight"), given.get("bias"), eps) if tuple(given["normalized_shape"]) == (width,) else None
+        whole = tuple(given["normalized_shape"]) == (width,)
+        return Norm(given.get("weight"), given.get("bias"), given.get("eps", 1e-5)) if whole else None
     dim = given.get("dim")
     if given.get("dtype") is not None or (dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim) not in last:
         return None
@@ -324,7 +349,7 @@ class Driven(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(a, w)
         rows = a.flatten(0, -2)
-        walk = Walk(1, rows.shape[:1], a.dtype)
+        walk = Walk(1, rows.shape[:1], a.dtype, w.shape[1])
         found = walk.new(w.shape[1], 1)
         walk.product(walk.rows_of(rows.unsqueeze(0), a.shape[-1]), found, w, bias)
         tensors, launch = walk.kernel_of(back=False)

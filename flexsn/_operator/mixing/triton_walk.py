@@ -14,6 +14,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,28 +26,46 @@ from ..._ir.roles import Kind, Role
 from ..._program.replay import Fresh, Launcher
 from ..._runtime import triton_kernel
 from ..._runtime.launch import Launch
+from ..._runtime.memory import allocator, dense_strides
 from ..._torch.cuda import current_stream, triton_launch
 from ..call import Call
 from .cpp_walk import BEFORE, OTHER_SLOT, SLOT, Array, CannotWalk, Rows, static_operands
 
 
-class WholeRows(Array):
-    """Where a value lies, all of which is in the registers of one program."""
+@dataclass(eq=False)
+class Columns(Array):
+    """Where a value lies that is as wide as a state, or several times as wide: then its parts, as wide as a state, are values."""
 
-    def part(self, at: int, width: int) -> Array:
-        if at == 0 and width == self.width:
+    parts: dict[int, Columns] = field(default_factory=dict)
+
+    def part(self, at: int, width: int) -> Columns:
+        """Return a part of the rows, the same one each time."""
+        if (at, width) == (0, self.width):
             return self
-        raise CannotWalk("a part of a value is used")
+        if at % width or any(other.width != width for other in self.parts.values()):
+            raise CannotWalk("parts of a value are not as wide as a state")
+        if at not in self.parts:
+            self.parts[at] = Columns(self.tensor[..., at : at + width], self.kind)
+        return self.parts[at]
 
 
 class TritonWalk(Rows):
-    """A list of ops, written one after the other; as `cpp_walk.Walk`."""
+    """A list of ops, written one after the other; as `cpp_walk.Walk`.
 
-    array = WholeRows
+    Args:
+        unit: the width of states, in which all other widths are counted.
+        autocast: the dtype that products have; None: that of values.
+    """
 
-    def __init__(self, device: torch.device, T: int, lead: Sequence[int], dtype: torch.dtype, fresh: Fresh = operator.call):
-        super().__init__(T, lead, dtype, device, fresh)
-        self.source, self.widths = WalkSource(), set[int]()
+    array = Columns
+
+    def __init__(
+        self, device: torch.device, autocast: torch.dtype | None, T: int, lead: Sequence[int], dtype: torch.dtype, unit: int,
+        fresh: Fresh = operator.call,
+    ):  # fmt: skip
+        super().__init__(T, lead, dtype, device, unit, fresh)
+        self.source, self.products = WalkSource(rounds=autocast is not None), list[tuple[Any, ...]]()
+        self.takes_autocast = autocast is torch.bfloat16
         if dtype is not torch.float32:
             raise CannotWalk("values are not float32")
 
@@ -56,6 +75,12 @@ class TritonWalk(Rows):
         self.copy(two, before)
         return before, Array(two.tensor, OTHER_SLOT), two.tensor[self.T & 1]
 
+    def parts_of(self, array: Array) -> list[Array]:
+        """Return the parts of a value that are as wide as a state."""
+        if array.width % self.unit:
+            raise CannotWalk("a value is not as wide as a state, or several times as wide")
+        return [array] if array.width == self.unit else [array.part(at, self.unit) for at in range(0, array.width, self.unit)]
+
     # --- ops ------------------------------------------------------------------------------------------------------------------
     def kernel(
         self, call: Call, launch: Any, prologue: Any, operands: Sequence[Tensor], reads: Mapping[Role, Array], writes: Mapping[Role, Array]
@@ -64,28 +89,35 @@ class TritonWalk(Rows):
         if not isinstance(launch, Launch) or not isinstance(launch.kernel, triton_kernel.Kernel):
             raise CannotWalk("a part of it is no kernel of Triton's")
         static, dims = static_operands(self.lead, call, launch, prologue, operands)
-        plan, width, given = launch.kernel.plan, call.shapes.step[-1], list[str]()
+        plan, width = launch.kernel.plan, call.shapes.step[-1]
         for inner, count in zip(dims[::2], dims[1::2], strict=True):
             if count != 1 and (count != width or inner != 1):
                 raise CannotWalk("a param is neither one number nor one per neuron")
-        for role in plan.step.inputs:
-            if role.kind is Kind.PARAM:
-                given.append(self.source.param(static[role]))
-            elif role in reads:
-                given.append(self.read(reads[role]))
-            else:
-                raise CannotWalk("a kernel takes what is not there")
         if any(array.width != width for array in (*reads.values(), *writes.values())):
             raise CannotWalk("a kernel takes values of another width")
-        found = self.source.step(plan, given, values(plan))
-        for role, array in writes.items():
-            if role not in found:
-                raise CannotWalk("a kernel gives what it does not compute")
-            self.write(array, found[role])
+        for role in plan.step.inputs:
+            if role.kind is not Kind.PARAM and role not in reads:
+                raise CannotWalk("a kernel takes what is not there")
+        given = {role: self.parts_of(array) for role, array in reads.items()}
+        taken = {role: self.parts_of(array) for role, array in writes.items()}
+        for n in range(width // self.unit):
+            variables = [
+                self.source.param(self.of_part(static[role], n)) if role.kind is Kind.PARAM else self.read(given[role][n])
+                for role in plan.step.inputs
+            ]
+            found = self.source.step(plan, variables, values(plan))
+            for role, arrays in taken.items():
+                if role not in found:
+                    raise CannotWalk("a kernel gives what it does not compute")
+                self.write(arrays[n], found[role])
+
+    def of_part(self, param: Tensor | None, n: int) -> Tensor:
+        """Return what a part of a value takes of a param of one number, or of one per neuron."""
+        assert param is not None
+        return param if param.numel() <= self.unit else param[..., n * self.unit : (n + 1) * self.unit]
 
     def read(self, array: Array) -> str:
         """Return the variable of a value at this step."""
-        self.widths.add(array.width)
         if array.kind in (SLOT, OTHER_SLOT):
             found = self.source.carried(array.tensor, other=array.kind == OTHER_SLOT)
             if found is None:
@@ -98,7 +130,6 @@ class TritonWalk(Rows):
 
     def write(self, array: Array, variable: str) -> None:
         """Note what a value is at this step."""
-        self.widths.add(array.width)
         if array.kind in (SLOT, OTHER_SLOT):
             self.source.carry(array.tensor, variable, other=array.kind == OTHER_SLOT)
         else:
@@ -110,39 +141,78 @@ class TritonWalk(Rows):
             raise CannotWalk("weights or a bias have other shapes than a product's")
         if any(t is not None and t.dtype is not self.dtype for t in (w, bias)):
             raise CannotWalk("weights are of another dtype than values")
-        bias = None if bias is None else bias.detach().contiguous()
-        scratch = self.new(source.width, 2).tensor
-        found = self.source.product(self.read(source), scratch, w.detach().contiguous(), bias)
-        self.write(target, self.source.sum(self.read(target), found) if adds else found)
+        sources, targets = self.parts_of(source), self.parts_of(target)
+        variables = list(map(self.read, sources))
+        scratch, w = self.new(3 * source.width, 2, torch.bfloat16).tensor, w.detach().contiguous()
+        parts = self.fresh(allocator(self.device, (3, *w.shape), dense_strides((3, *w.shape)), torch.bfloat16))
+        biases = [None if bias is None else self.of_part(bias.detach().contiguous(), n) for n in range(len(targets))]
+        for part, found in zip(targets, self.source.product(variables, scratch, w, parts, biases), strict=True):
+            self.write(part, self.source.sum(self.read(part), found) if adds else found)
 
     def copy(self, source: Array, target: Array, *, adds: bool = False) -> None:
         """Copy rows to the target, or add them."""
-        self.write(target, self.source.sum(self.read(target), self.read(source)) if adds else self.read(source))
-
-    def by_rows(self, op: int, arrays: Sequence[Array], *tensors: Tensor | None) -> None:
-        """Refuse an op on rows."""
-        raise CannotWalk("a norm, or a softmax, has no op there")
+        for one, other in zip(self.parts_of(source), self.parts_of(target), strict=True):
+            self.write(other, self.source.sum(self.read(other), self.read(one)) if adds else self.read(one))
 
     def total(self, source: Array, target: Array, by: float) -> None:
-        """Write the sum of a row over `by` to the target, at every place of it: a product with weights that are equal."""
-        self.product(source, target, torch.full((source.width, source.width), 1.0 / by, dtype=self.dtype, device=self.device))
+        """Write the sum of a row over `by` to the target, at every place of it."""
+        self.write(target, self._mean(self.variable(source), by))
+
+    def variable(self, array: Array) -> str:
+        """Return the variable of a value that an op takes row by row."""
+        if array.width != self.unit:
+            raise CannotWalk("an op takes rows that are wider than a state")
+        return self.read(array)
+
+    def _mean(self, variable: str, by: float | None = None) -> str:
+        """Return the variable of the sum of a row over `by`, over its width where none is given."""
+        by, found = self.unit if by is None else by, self.source.total(variable, self.new(self.unit, 2).tensor)
+        return found if by == 1 else self.source.let(f"{found} / {float(by)}")
+
+    def _standard(self, source: Array, eps: float) -> tuple[str, str]:
+        """Return the variables of a row, of mean 0 and variance 1, and of what it was multiplied by for that."""
+        row, let = self.variable(source), self.source.let
+        centred = let(f"{row} - {self._mean(row)}")
+        scale = let(f"1.0 / tl.sqrt_rn({self._mean(f'{centred} * {centred}')} + {eps})")
+        return let(f"{centred} * {scale}"), scale
+
+    def norm(self, source: Array, target: Array, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+        found, _ = self._standard(source, eps)
+        found = found if weight is None else self.source.let(f"{found} * {self.source.param(weight.detach().contiguous())}")
+        self.write(target, found if bias is None else self.source.sum(found, self.source.param(bias.detach().contiguous())))
+
+    def norm_back(self, source: Array, grad: Array, target: Array, weight: Tensor | None, eps: float) -> None:
+        row, scale = self._standard(source, eps)
+        own, let = self.variable(grad), self.source.let
+        own = own if weight is None else let(f"{own} * {self.source.param(weight.detach().contiguous())}")
+        self.write(target, let(f"({own} - {self._mean(own)} - {row} * {self._mean(f'{own} * {row}')}) * {scale}"))
+
+    def softmax(self, source: Array, target: Array) -> None:
+        row, let = self.variable(source), self.source.let
+        largest = self.source.total(row, self.new(self.unit, 2).tensor, largest=True)
+        power = let(f"libdevice.exp({row} - {largest})")
+        self.write(target, let(f"{power} / {self._mean(power, 1)}"))
+
+    def softmax_back(self, result: Array, grad: Array, target: Array) -> None:
+        row, own = self.variable(result), self.variable(grad)
+        self.write(target, self.source.let(f"{row} * ({own} - {self._mean(f'{own} * {row}', 1)})"))
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
-        if len(self.widths) > 1:
-            raise CannotWalk("values differ in width")
-        (width,), arguments = self.widths, list(self.source.arguments.values())
+        source, width, arguments = self.source, self.unit, list(self.source.arguments.values())
         places = [n for n, value in enumerate(arguments) if isinstance(value, Tensor)]
         taken: list[Tensor | None] = [arguments[n] for n in places]
         others, device = [None if isinstance(value, Tensor) else value for value in arguments], self.device
-        tile = tile_for(self.sequences, width, _processors(device))
-        function = _function(self.source.text("recurrence", back=back))
-        constants = width, _padded(width), min(128, _padded(width)), tile.rows, tile.columns, tile.parts
-        options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False, "launch_cooperative_grid": tile.parts > 1}
+        products = [(len(p.sources), len(p.found)) for p in source.products]
+        tile = tile_for(self.sequences, width, products, _processors(device), _shared_memory(device))
+        function = _function(source.text("recurrence", back=back, held=tile.held))
+        constants = width, _padded(width), tile.block, tile.rows, tile.columns, tile.parts
+        options: dict[str, Any] = {"num_warps": 4 if tile.rows == _FEWEST else 8, "num_stages": 1 if tile.held else _STAGES}
+        options |= {"enable_fp_fusion": False, "launch_cooperative_grid": tile.parts > 1}
         sizes = self.T, self.sequences
         built: dict[int, tuple] = {}  # by the number of products, for aligned tensors: what launches, and first arguments
 
         def launch(tensors: Sequence[Tensor | None]) -> None:
-            given, products = [*others], 3 if _as_tf32() else 6
+            given, products = [*others], 1 if source.rounds else 3 if _as_tf32() else 6
             for n, tensor in zip(places, tensors, strict=True):
                 given[n] = tensor
             with _on(device):
@@ -177,34 +247,67 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
+def _shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory a program may have."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10) if device.type == "cuda" else 0
+
+
 def _as_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 class Tile(NamedTuple):
-    """How a walk is cut for the GPU: sequences and columns of a program, and how many programs there are for either."""
+    """How a walk is cut for the GPU.
+
+    Attributes:
+        rows, columns: sequences and columns of a program.
+        groups, parts: how many programs there are for either.
+        held: whether a program keeps its columns of the weights in registers; else it reads them at every step.
+        block: rows of weights that it multiplies with at a time.
+    """
 
     rows: int
     columns: int
     groups: int
     parts: int
+    held: bool
+    block: int
 
 
-_WIDEST = 512  # columns: weights of more do not fit into the registers of programs of 16 columns
+_FEWEST = 16  # sequences of a program
+_HELD = 1 << 16  # bytes of weights that a program keeps in its registers
+_READ = 1 << 26  # bytes of weights that all programs read at a step: CUDA graphs are no slower then
+_STAGES = 3  # blocks of weights that are on their way while one is multiplied with, and that one
 
 
-def tile_for(sequences: int, width: int, processors: int) -> Tile:
+def tile_for(sequences: int, width: int, products: Sequence[tuple[int, int]], processors: int, shared: int) -> Tile:
     """Return how a walk is cut on a GPU of so many multiprocessors, each of which takes one program, as all must run at once.
+
+    Args:
+        products: how many times as wide as a state what each takes is, and what it gives.
+        shared: bytes of shared memory of a multiprocessor.
 
     Raises:
         CannotWalk: there are too many sequences, or columns.
     """
-    padded = _padded(width)
-    columns = padded if not processors else 32 if padded <= _WIDEST // 2 else 16
-    tile = Tile(16, columns, -(-sequences // 16), -(-width // columns))
-    if processors and (padded > _WIDEST or tile.groups * tile.parts > processors):
-        raise CannotWalk(f"{sequences} sequences of {width} neurons are more than this GPU runs at once")
-    return tile
+    padded, groups = _padded(width), -(-sequences // _FEWEST)
+    most = _HELD // (6 * len(products) * padded) if products and set(products) == {(1, 1)} else 0  # columns that can be held
+    if not processors:
+        held = padded <= most
+        return Tile(_FEWEST, padded, groups, 1, held, min(128 if held else 16, padded))
+    if most >= _FEWEST or not products:
+        columns = 32 if most >= 32 or not products else 16
+        for rows in (_FEWEST, 2 * _FEWEST, 4 * _FEWEST):
+            found = Tile(rows, columns, -(-sequences // rows), -(-width // columns), True, min(128, padded))
+            if found.groups * found.parts <= processors:
+                return found
+    for columns in (32, 64) if groups * sum(a * b for a, b in products) * width * width * 6 <= _READ else ():
+        found = Tile(_FEWEST, columns, groups, -(-width // columns), False, 128)
+        while found.block > 16 and (_STAGES - 1) * 6 * found.block * (_FEWEST + columns * max(b for _, b in products)) > shared:
+            found = found._replace(block=found.block // 2)
+        if found.groups * found.parts <= processors:
+            return found._replace(block=min(found.block, padded))
+    raise CannotWalk(f"{sequences} sequences of {width} neurons are more than this GPU runs at once")
 
 
 def _padded(width: int) -> int:

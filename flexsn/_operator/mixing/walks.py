@@ -91,7 +91,7 @@ def _walks(loop: Any) -> list[tuple[str, Callable[..., Any]]]:
     """Return in which languages walks on a device can be, and what makes one for a number of steps, dims before the last, and a dtype."""
     found: list[tuple[str, Callable[..., Any]]] = [("C++", Walk)] if loop.device.type == "cpu" else []
     if triton_walk.takes(loop.device):
-        found.append(("one Triton kernel", functools.partial(triton_walk.TritonWalk, loop.device)))
+        found.append(("one Triton kernel", functools.partial(triton_walk.TritonWalk, loop.device, loop.given.autocast)))
     return found
 
 
@@ -111,7 +111,7 @@ class _Steps:
         metas += loop.start.values()
         if dtype not in cpp_products.DTYPES or not start.dim() or any(m.dtype is not dtype or m.shape[:-1] != lead for m in metas):
             raise CannotWalk("values differ in dtype or in dims before the last, or are neither float32 nor float64")
-        self.loop, self.walk, self.rows = loop, make(loop.T, lead, dtype, fresh), loop.first_rows()
+        self.loop, self.walk, self.rows = loop, make(loop.T, lead, dtype, start.shape[-1], fresh), loop.first_rows()
         self.values: dict[Place, Array] = {}
         self.totals = list[Place]()
 
@@ -134,9 +134,9 @@ class _Steps:
                 raise CannotWalk("values differ in dtype")
             if p[0] == "m" and self.loop.mixing[p[1]].results[p[2]].shape[-1] != sources[-1].width:
                 raise CannotWalk("what takes a sum over neurons mixes neurons")
-        kind = f.weights if f.autocast is None else None
+        kind = f.weights if f.autocast is None or self.walk.takes_autocast else None
         step = torch.Size((*self.walk.lead, sources[0].width))
-        kind = kind if kind is not None else row_op(f, step, self.walk.dtype)
+        kind = kind if kind is not None else row_op(f, step)
         with disable_modes():  # what finds it out on numbers is nothing to be noted
             kind = kind if kind is not None else moves(f, self.walk.lead, [source.width for source in sources])
         if kind is None:
