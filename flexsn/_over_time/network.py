@@ -14,7 +14,7 @@ from .._operator.fallback import warn_once
 from .._torch.autograd import current_backward
 from .._torch.compiling import outside_dynamo
 from ..errors import ArgumentError, SequenceLengthError, StaleStateError, StepByStepError
-from .layers import chain, run_chain
+from .chains import chain, run_chain
 from .steps import AllSteps, leaves, mapped
 from .walks import PlainLoop, walking
 

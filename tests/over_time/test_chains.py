@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import flexsn
 from flexsn._over_time import network as over_time_network
-from flexsn._over_time.layers import chain
+from flexsn._over_time.chains import chain
 
 
 class Own(nn.Module):
