@@ -1,8 +1,8 @@
 """What a recurrence does in one step, as one Triton kernel over all of time: the ops that `cpp_walk.py` writes for C++, written as Triton.
 
 A program walks over time for some columns of a few sequences. Their states stay in registers, and these columns of the weights too if they
-fit; else they are read at every step. What a product takes goes through the GPU's cache, where the programs of the same sequences meet. So a
-recurrence is one launch, where a step takes longer to launch than to run.
+fit; else they are read at every step. What a product takes goes through the GPU's cache, where the programs of the same sequences meet. So
+a recurrence is one launch, where a step takes longer to launch than to run.
 
 What it gains, on an H100, 1,000 steps of 64 sequences of 256 recurrent LIF, beside a plain loop: inference is 65 times as fast, training
 79 times (`python benchmarks/recurrent.py --device cuda`, 2026-11-28).
