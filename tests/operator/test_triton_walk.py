@@ -182,7 +182,7 @@ def test_cotangents_of_some_results(asked, steps, walked):
 
 
 def random_core(seed):
-    """A core of up to five random lines, products and elementwise ones."""
+    """A core of up to five random lines: products, gates, sums over rows, norms, and elementwise ones."""
     r, names, lines = random.Random(seed), ["x", "v", "s"], []
     for k in range(r.randint(2, 5)):
         a, b, w = r.choice(names), r.choice(names), r.choice(["w0", "w1"])
@@ -193,14 +193,17 @@ def random_core(seed):
             f"torch.where({b} > 0.2, {a}, 0.5 * {b})",
             f"({a} * {b}).clamp(-1, 1)",
         ]
-        lines.append(f"t{k} = {r.choice(mixed if r.random() < 0.5 else plain)}")
+        rows = [f"{a} - {b}.mean(-1, keepdim=True)", f"layer_norm({a}, b.shape, b, w0[0])", f"3.0 * torch.softmax({a}, -1) - {b}",
+                f"torch.mul(*({a} @ gates).chunk(2, -1))", f"torch.cat([{a}, {b} * 2], -1) @ gates.T"]  # fmt: skip
+        lines.append(f"t{k} = {r.choice(r.choice([mixed, plain, rows]))}")
         names.append(f"t{k}")
     lines.append(f"h = 0.5 * v + 0.3 * {names[-1]} + 0.2 * x + 0.1 * (v @ w1)")
     lines.append(r.choice(["s = surrogate.atan(h - 0.2)", f"s = torch.tanh(h + 0.1 * {r.choice(names)})"]))
     lines.append(
         r.choice(["return s, h * (1 - s * 0.5), s", f"return {r.choice(names)} + s, h, s", f"return s, h, s * 0.5 + 0.1 * {names[-1]}"])
     )
-    space = {"torch": torch, "linear": linear, "surrogate": surrogate}
+    lines.insert(0, "gates = torch.cat([w0, 0.7 * w1], 1)")
+    space = {"torch": torch, "linear": linear, "layer_norm": layer_norm, "surrogate": surrogate}
     exec("def core(x, v, s, w0, w1, b):\n" + "\n".join(f"    {line}" for line in lines), space)
     sizes = r.choice([1, 2, 5, 9]), r.choice([1, 3, 18]), r.choice([3, 5, 16, 17])
     return space["core"], sizes, [k for k in range(3) if r.random() < 0.7] or [0]
