@@ -1,0 +1,155 @@
+"""Recurrences in one Triton kernel on a GPU: its programs meet at every product, so all of them have to run at once, whatever else does."""
+
+import contextlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm, linear
+
+import flexsn
+from flexsn import surrogate
+from flexsn._operator.mixing.recurrence import Loop
+
+pytestmark = pytest.mark.gpu
+
+
+def lif(x, v, s, w):
+    h = v + (x + s @ w - v) / 2.0
+    s = surrogate.atan(h - 1.0)
+    return s, h * (1.0 - s), s
+
+
+def lstm(x, h, c, w):
+    i, f, o, u = (torch.cat([x, x, -x, x], -1) + linear(h, w)).chunk(4, -1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(u)
+    h = torch.sigmoid(o) * torch.tanh(c)
+    return h, h, c
+
+
+def normed(x, v, s, w):
+    h = v + (layer_norm(x + s @ w, (w.shape[0],)) - 0.1 * s.mean(-1, keepdim=True) - v) / 2.0
+    s = surrogate.atan(h - 1.0)
+    return s, h * (1.0 - s), s
+
+
+CASES = {"lif": (lif, 1, 1), "lstm": (lstm, 4, 1), "normed": (normed, 1, 1)}
+
+
+def operands(name, width=256, batch=64, T=20):
+    """Return leaves: inputs, states, weights."""
+    core, rows, columns = CASES[name]
+    torch.manual_seed(0)
+    x = torch.randn(T, batch, width, device="cuda") * 0.6 + 0.6
+    w = 0.5 * torch.randn(rows * width, columns * width, device="cuda") / width**0.5
+    return core, x.requires_grad_(), [torch.zeros(batch, width, device="cuda") for _ in range(2)], w.requires_grad_()
+
+
+def step(core, x, states, w):
+    """Return outputs and gradients."""
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()  # leaves of the stream that runs
+    y = flexsn.scan(core, [x], states, [w], strict=True).outputs[0]
+    return y.detach(), *torch.autograd.grad(y.square().sum(), [x, w])
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """How recurrences ran."""
+    found = set()
+    monkeypatch.setattr(Loop, "note", lambda self, how: found.add(how))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_in_1000_calls(name, ran):
+    given = operands(name)
+    first = step(*given)
+    assert ran == {"in one Triton kernel"}
+    for _ in range(1000):
+        assert all(map(torch.equal, step(*given), first))
+
+
+@pytest.mark.parametrize("width, batch", [(256, 300), (512, 200), (700, 40), (1024, 128)])
+def test_larger_sizes(width, batch, ran):
+    """More sequences in a program; weights that no registers hold. In float64 no value lies within rounding of a threshold."""
+    core, x, states, w = operands("lif", width, batch, 6)
+    found = step(core, x, states, w)
+    assert ran == {"in one Triton kernel"}
+    y = flexsn.scan(core, [x], states, [w], backend="torch").outputs[0]
+    assert (found[0] == y).float().mean() > 0.999
+    smooth = operands("lstm", width // 4 * 4, min(batch, 32), 6)
+    got, want = step(*smooth), [t.detach() for t in eager(*smooth)]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+
+
+def eager(core, x, states, w):
+    y = flexsn.scan(core, [x], states, [w], backend="torch").outputs[0]
+    return y, *torch.autograd.grad(y.square().sum(), [x, w])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_beside_kernels_that_fill_the_card(name):
+    """On streams of two priorities, each of which has a walk, too."""
+    given, busy = operands(name), torch.randn(4096, 4096, device="cuda")
+    want = step(*given)
+    low, high = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-1)
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(8):
+        for stream in (low, high):
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    busy @ busy
+                found.append(step(*given))
+        busy @ busy
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for results in found for a, b in zip(results, want, strict=True))
+
+
+def test_in_a_captured_graph():
+    """The steps become a part of it."""
+    core, x, states, w = operands("lif")
+    with torch.no_grad():
+        want = flexsn.scan(core, [x], states, [w], strict=True).outputs[0]
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            flexsn.scan(core, [x], states, [w], strict=True)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            y = flexsn.scan(core, [x], states, [w], strict=True).outputs[0]
+        for _ in range(3):
+            y.zero_()
+            graph.replay()
+            assert (y == want).float().mean() > 0.999  # another order of sums
+
+
+WALKS = """
+    import sys, torch, flexsn
+    sys.path.insert(0, "tests/gpu")
+    from test_gpu_walk import operands, step
+    given = operands("lif", T=int(sys.argv[1]))
+    step(*given)
+    print("walks", flush=True)
+    for _ in range(40):
+        step(*given)
+    torch.cuda.synchronize()
+    print("done")
+"""
+
+
+def test_two_processes_and_one_that_is_killed():
+    code = textwrap.dedent(WALKS)
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(subprocess.Popen([sys.executable, "-c", code, str(T)], stdout=subprocess.PIPE, text=True))
+            for T in (20, 20, 20000)
+        ]
+        assert started[2].stdout.readline() == "walks\n"
+        started[2].kill()  # in a walk of 20,000 steps
+        assert [process.communicate(timeout=120)[0].splitlines()[-1] for process in started[:2]] == ["done", "done"]
+    given = operands("lif")
+    assert all(map(torch.equal, step(*given), step(*given)))
