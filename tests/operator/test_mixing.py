@@ -678,15 +678,16 @@ def test_no_steps_give_zeros(core):
 
 
 @on_cpu  # on a GPU the graphs of a step and of its backward run apart
-def test_a_convolution_runs_once_in_training(monkeypatch):
-    """But for a second backward, and under hooks of saved tensors, which see what is to be kept."""
+@pytest.mark.parametrize("width, again", [(4, 0), (6000, 5)], ids=["small", "large"])
+def test_a_convolution_runs_once_in_training(width, again, monkeypatch):
+    """But, where steps are large, for a second backward, and under hooks of saved tensors, which see what is to be kept."""
     w = torch.nn.Parameter(torch.randn(2, 2, 3) * 0.3)
 
     def core(x, s):
         s = torch.tanh(x + torch.nn.functional.conv1d(s, w, padding=1))
         return s, s
 
-    x, start = torch.randn(5, 3, 2, 4, requires_grad=True), torch.zeros(3, 2, 4)
+    x, start = torch.randn(5, 3, 2, width, requires_grad=True), torch.zeros(3, 2, width)
     flexsn.scan(core, [x], [start]).outputs[0].sum().backward()  # captures
     calls, own = [], MixingFunction.__call__
     monkeypatch.setattr(MixingFunction, "__call__", lambda self, *tensors: (calls.append(self.func), own(self, *tensors))[1])
@@ -694,14 +695,14 @@ def test_a_convolution_runs_once_in_training(monkeypatch):
     first = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
     assert len(calls) == 5
     second = torch.autograd.grad(y.sum(), [x, w])
-    assert len(calls) == 10
+    assert len(calls) == 5 + again
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.float())
     with hooks:
         y = flexsn.scan(core, [x], [start]).outputs[0]
     third = torch.autograd.grad(y.sum(), [x, w])
     want = torch.autograd.grad(flexsn.scan(core, [x], [start], backend="torch").outputs[0].sum(), [x, w])
     for found in (first, second, third):
-        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4 * want[1].abs().max().item())
 
 
 CONVOLUTIONS = {

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv1d_input, conv2d_input, conv3d_input
 from torch.overrides import TorchFunctionMode
 
 from ..._capture.decompositions import CELLS
@@ -209,7 +210,7 @@ class MixingFunction:
         """Return its results for one step, of leaves of autograd in place of its operands, and of those of `fixed` that are needed."""
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in operands]
-            leaves += [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs or [False] * len(self.fixed), strict=True)]
+            leaves += [t.detach().requires_grad_(need) for t, need in zip(self.fixed, needs, strict=True)]
             return leaves, self(*leaves)
 
     def pulled(
@@ -218,14 +219,13 @@ class MixingFunction:
         """Return the gradients of its operands at one step, then those of `fixed` that are needed; of products without the latter.
 
         Args:
-            needs: of which of `fixed`; empty: of none.
+            needs: of which of `fixed`.
             graph: of `with_graph`, where the forward kept it.
         """
         if (weights := self.weights) is not None:
             return [(grads[0].to(self._dtype) @ weights.T.to(self._dtype)).to(grads[0].dtype)]
 
         leaves, results = graph or self.with_graph(operands, needs)
-        leaves = leaves if needs else leaves[: len(operands)]
         used = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
         asked = [t for t in leaves if t.requires_grad]
         found = iter(pulled_back([y for y, _ in used], [g for _, g in used], asked) if used else ())
@@ -254,6 +254,12 @@ class MixingFunction:
         same = len({t.dtype for t in tensors_in((self.args, self.kwargs))}) == 1
         return options if same and not isinstance(options.get("padding"), str) else None
 
+    def of_operand(self, operand: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of its operand at one step of a convolution."""
+        shape, batched = operand.shape, operand.dim() == self.fixed[0].dim()
+        whole, given = (shape, grad) if batched else (torch.Size((1, *shape)), grad.unsqueeze(0))
+        return _CONVOLUTIONS[self.func](whole, self.fixed[0].detach(), given, **self.convolution or {}).reshape(shape)
+
     def _of_weights(self, first: Tensor, later: Tensor, grads: Tensor) -> Tensor:
         """Return the gradient of `w` in `a @ w`, rows of `a` given in two parts."""
         if (found := outer(first, later, grads)) is not None:
@@ -269,7 +275,7 @@ class MixingFunction:
 
 
 Graph = tuple[list[Tensor], tuple[Tensor, ...]]  # leaves, and results
-_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
+_CONVOLUTIONS = {torch.conv1d: conv1d_input, torch.conv2d: conv2d_input, torch.conv3d: conv3d_input}
 _OPTIONS = "stride", "padding", "dilation", "groups"
 _BY_WEIGHTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 

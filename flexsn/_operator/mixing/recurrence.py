@@ -160,6 +160,8 @@ class Loop:
         known: sequences `[T, ...]` that the recurrence takes.
         states: at the start, by number.
         mix: mixing calls, by number.
+        without_graph: convolutions that keep no graph of autograd, and whose fixed tensors have their gradients after the walk back, of all
+            steps at once. Not large ones on a CPU, where that is slower.
     """
 
     def __init__(
@@ -181,6 +183,8 @@ class Loop:
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
         self.trains, self.graphs = False, dict[tuple[int, int], Graph]()  # of calls, by step, as the forward kept them
         self.device = next(iter(states.values())).device
+        large = {j for j in piece.calls if self.device.type == "cpu" and math.prod(cut.mixing[j].results[0].shape) > IN_CACHE // 2}
+        self.without_graph = {j for j in piece.calls if j not in large and mix[j].convolution is not None}
 
     @property
     def number(self) -> int:
@@ -237,12 +241,6 @@ class Loop:
             p: some.new_empty((1, *meta.shape), dtype=meta.dtype) for p in self.mixed for meta in [self.mixing[p[1]].results[p[2]]]
         }
 
-    @property
-    def convolutions(self) -> list[int]:
-        """Convolutions whose gradients of fixed tensors are found after the walk back, of all steps: not of large ones, on a CPU."""
-        found = [j for j in self.piece.calls if any(self.needs[j]) and self.mix[j].convolution is not None]
-        return [j for j in found if self.device.type == "cuda" or math.prod(self.mixing[j].results[0].shape) <= IN_CACHE // 2]
-
     @torch.no_grad()
     def forward(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
         """Walk over time; return what the recurrence gives `[T, ...]`, and the final states.
@@ -280,9 +278,9 @@ class Loop:
 
     def _called(self, t: int, j: int, operands: list[Tensor]) -> Sequence[Tensor]:
         """Return the results of a mixing call. What its backward needs is kept, unless hooks, as of checkpoints, look after what is saved:
-        the operand, at most; a convolution need not run once more."""
+        the operand, at most; a large convolution need not run once more."""
         mix = self.mix[j]
-        if not self.trains or mix.weights is not None or saved_tensors_hooks_there():
+        if not self.trains or mix.weights is not None or j in self.without_graph or saved_tensors_hooks_there():
             return mix(*operands, *mix.fixed)
         self.graphs[t, j] = mix.with_graph(operands, [f.requires_grad for f in mix.fixed])
         return [y.detach() for y in self.graphs[t, j][1]]
@@ -314,8 +312,8 @@ class Loop:
         ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None],
     ) -> tuple[dict[Place, Tensor], dict[int, Tensor], dict[int, Tensor | None]]:  # fmt: skip
         """Walk back over time in Python, as `backward` does; return also the cotangents of the states at the start."""
-        late = self.convolutions
-        whole = [p for p in self.mixed if p[1] in late or (self.mix[p[1]].weights is not None and any(self.needs[p[1]]))]
+        of_all = [j for j in self.piece.calls if any(self.needs[j]) and (j in self.without_graph or self.mix[j].weights is not None)]
+        whole = [p for p in self.mixed if p[1] in of_all]
         kept: dict[Place, list[Tensor]] = {p: [] for p in (*self.asked, *self.outer, *whole)}
         fed = {k: v.new_empty((self.T + 1, *v.shape)) for k, v in self.start.items() if v.is_floating_point()}
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in (self.known | dict(computed)).items()}
@@ -325,7 +323,7 @@ class Loop:
             rows |= {("v", k, 0): (v if t == 0 else trail[k][t - 1]).unsqueeze(0) for k, v in self.start.items()}
             ends = {k: a if (b := trails[k]) is None else b[t] if a is None else a + b[t] for k, a in ends.items()}
             flow = {p: g[t : t + 1] for p in self.mixed if (g := grads.get(p)) is not None}
-            self._step_back(t, rows, flow, {p: None if (g := grads[p]) is None else g[t : t + 1] for p in self.gives}, ends, late)
+            self._step_back(t, rows, flow, {p: None if (g := grads[p]) is None else g[t : t + 1] for p in self.gives}, ends)
             for p, column in kept.items():
                 column.append(self._of(flow, rows, p))
             for k, by in fed.items():
@@ -336,14 +334,8 @@ class Loop:
             by[self.T] = 0.0
         return {p: torch.cat(column[::-1]) for p, column in kept.items()}, fed, ends
 
-    def _step_back(
-        self, t: int, rows: Rows, flow: Rows, grads: Mapping[Place, Tensor | None], ends: Mapping[int, Tensor | None], late: Sequence[int]
-    ) -> None:
-        """Put the cotangents of what a step computes into `flow`; those of states by way of their own segment as `("n", k, 0)`.
-
-        Args:
-            late: calls whose fixed tensors have their gradients later, of all steps.
-        """
+    def _step_back(self, t: int, rows: Rows, flow: Rows, grads: Mapping[Place, Tensor | None], ends: Mapping[int, Tensor | None]) -> None:
+        """Put the cotangents of what a step computes into `flow`; those of states by way of their own segment as `("n", k, 0)`."""
 
         def add(place: Place, grad: Tensor | None) -> None:
             if grad is not None:
@@ -361,8 +353,11 @@ class Loop:
             for j in reversed(stage.calls):
                 operands, results = self.mixing[j].operands, self.results_of[j]
                 given_results = [self._of(flow, rows, p).squeeze(0) for p in results]
-                needs = [] if j in late else self.needs[j]
-                pulled = self.mix[j].pulled([rows[p].squeeze(0) for p in operands], given_results, needs, self.graphs.pop((t, j), None))
+                own = [rows[p].squeeze(0) for p in operands]
+                if j in self.without_graph:
+                    pulled: Sequence[Tensor | None] = [self.mix[j].of_operand(own[0], given_results[0])]
+                else:
+                    pulled = self.mix[j].pulled(own, given_results, self.needs[j], self.graphs.pop((t, j), None))
                 for place, g in zip(operands, pulled, strict=False):
                     add(place, None if g is None else g.unsqueeze(0))
                 for n, g in enumerate(pulled[len(operands) :]):
