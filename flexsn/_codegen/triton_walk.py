@@ -90,18 +90,20 @@ class _Product:
         for n, source in enumerate(self.sources):
             lines.append(f"math.share({rows}, B, {width}, {f'{n} * H + ' if n else ''}c, {source}, mask, PRODUCTS)")
         lines += ["math.meet(counter, count, PROGRAMS)", "count += 1"]
-        lines += [f"{found} = tl.zeros((BB, HC), tl.float32)" for found in self.found]
+        lines += [f"{found}, {found}_rest = tl.zeros((BB, HC), tl.float32), tl.zeros((BB, HC), tl.float32)" for found in self.found]
         given = "start, PRODUCTS, SPIKES=" + str(spikes)
         if held:
             lines += ["for block in tl.static_range(KP // KB):", "    k = block * KB + tl.arange(0, KB)"]
-            add = f"{self.found[0]}, {rows}, B, {width}, k[None, :], r, {self.weights}_held[block], {given}"
-            return [*lines, f"    {self.found[0]} = math.add_product({add})"]
+            both = f"{self.found[0]}, {self.found[0]}_rest"
+            lines.append(f"    {both} = math.add_product({both}, {rows}, B, {width}, k[None, :], r, {self.weights}_held[block], {given})")
+            return [*lines, f"{self.found[0]} = math.joined({both})"]
         lines += [f"for first_k in range(0, {width}, KB):", "    k = first_k + tl.arange(0, KB)"]
         for n, found in enumerate(self.found):
             column = f"{n} * H + c" if n else "c"
             lines.append(f"    w = math.read_weights({self.parts}, k[:, None], {column}, {self.sizes}, c < H)")
-            lines.append(f"    {found} = math.add_product({found}, {rows}, B, {width}, k[None, :], r, w, {given})")
-        return lines
+            both = f"{found}, {found}_rest"
+            lines.append(f"    {both} = math.add_product({both}, {rows}, B, {width}, k[None, :], r, w, {given})")
+        return [*lines, *[f"{found} = math.joined({found}, {found}_rest)" for found in self.found]]
 
 
 class WalkSource:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .steps import after_time, linear_by_spikes
-from .walks import begins, ends
+from .walks import Walk, begins, ends
 
 _ACTIVATIONS = {nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardtanh}
 _TAKE_ANY = {nn.Identity, nn.Dropout, nn.Flatten, nn.Linear, nn.LayerNorm} | _ACTIVATIONS
@@ -23,48 +23,66 @@ _TAKE_A_BATCH: dict[type, int] = dict.fromkeys((nn.GroupNorm, *_BATCH_NORMS), 0)
 
 
 def chain(network: nn.Module) -> list[nn.Module] | None:
-    """Return the layers of a network made of `nn.Sequential`s, in their order; None where something else is in it."""
+    """Return the layers of a network made of `nn.Sequential`s, in their order; None where something else is in it, or a neuron twice."""
+    layers = _layers(network)
+    neurons = [layer for layer in layers or () if _is_neuron(layer)]
+    return layers if len({*neurons}) == len(neurons) else None
+
+
+def _layers(network: nn.Module) -> list[nn.Module] | None:
     if type(network) is not nn.Sequential or _is_changed(network.__dict__):
         return None
     layers: list[nn.Module] = []
-    neurons = set()
     for module in network.__dict__["_modules"].values():
-        if type(module) is nn.Sequential:
-            inner = chain(module)
-            if inner is None:
-                return None
-            layers += inner
-            continue
-        if not _is_known(module) or module in neurons:  # a neuron that is called twice in a step
+        found = _layers(module) if type(module) is nn.Sequential else [module] if _is_known(module) else None
+        if found is None:
             return None
-        layers.append(module)
-        if _is_neuron(module):
-            neurons.add(module)
+        layers += found
     return layers
 
 
+class _Chain(Walk):
+    """A run of such a network. Neurons are given whole sequences, and carry their states once the last layer was called."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[Any, bool, Sequence[Tensor], list[Tensor] | None]] = []
+
+    def neuron(self, neuron: Any, inputs: Sequence[Tensor]) -> Any:
+        with self.on(None):
+            anew, states = begins(neuron, inputs)
+            outputs, finals, sequences = neuron.run(tuple(inputs), states, neuron.store_state_seqs)
+        self.left.append((neuron, anew, finals, sequences))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
 def run_chain(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
-    """Return what the last layer gives at all steps `[T, *shape]`, and have the neurons carry their states; None, and nothing is carried,
-    where a neuron has several outputs."""
-    carried = []
-    for layer in layers:
-        if _is_neuron(layer):
-            anew, states = begins(layer, (x,))
-            outputs, finals, sequences = layer.run((x,), states, layer.store_state_seqs)  # type: ignore[operator]  # it is a neuron
-            if len(outputs) != 1:
+    """Return what the last layer gives at all steps `[T, *shape]`; None, and nothing is carried, where a layer gives something else than
+    one tensor, or takes more dims than a step has."""
+    run = _Chain()
+    with run.on(run):
+        for layer in layers:
+            if x.dim() <= _least(layer):
                 return None
-            x = outputs[0]
-            carried.append((layer, anew, finals, sequences))
-        elif (rank := _TAKE_A_BATCH.get(type(layer))) is not None and x.dim() - 1 != rank:
-            x = layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        elif type(layer) is nn.Flatten:
-            x = x.flatten(*after_time(layer.start_dim, layer.end_dim)) if x.dim() > 1 else layer(x)
-        else:
-            found = linear_by_spikes(x, layer.weight, layer.bias) if type(layer) is nn.Linear else None
-            x = layer(x) if found is None else found
-    for neuron in carried:
+            if (rank := _TAKE_A_BATCH.get(type(layer))) is not None and x.dim() - 1 != rank:
+                x = layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+            elif type(layer) is nn.Flatten:
+                x = x.flatten(*after_time(layer.start_dim, layer.end_dim))
+            else:
+                found = linear_by_spikes(x, layer.weight, layer.bias) if type(layer) is nn.Linear else None
+                y = layer(x) if found is None else found
+                if type(y) is tuple:  # of a neuron
+                    return None
+                x = y
+    for neuron in run.left:
         ends(*neuron)
     return x
+
+
+def _least(layer: Any) -> int:
+    """Return how many dims a step has at least that a layer takes."""
+    if type(layer) is nn.Flatten:
+        return max(1, -layer.start_dim, -layer.end_dim)
+    return len(layer.normalized_shape) if type(layer) is nn.LayerNorm else int(type(layer) is nn.Linear)
 
 
 def _is_neuron(module: Any) -> bool:

@@ -107,8 +107,12 @@ class OverTime(nn.Module):
         if not T:
             raise SequenceLengthError("over_time runs this network step by step, and there is no step", hint=f"Because {why.reason}.")
         walk = PlainLoop()
-        with walk.on(walk):
-            steps = [self.network(*inputs, **named) for inputs, named in (_at(t, given) for t in range(T))]
+        try:
+            with walk.on(walk):
+                steps = [self.network(*inputs, **named) for inputs, named in (_at(t, given) for t in range(T))]
+        except BaseException:  # whatever ends the call, it has carried nothing
+            walk.undo()
+            raise
         walk.finish()
         warn_once("a network step by step", why)
         columns = [list(column) for column in zip(*map(leaves, steps), strict=True)]

@@ -215,7 +215,9 @@ class AllSteps(TorchFunctionMode, Walk):
         if (rank := _TAKES_A_BATCH.get(name)) is not None and len(steps) == 1 and args and args[0] is steps[0]:
             return mapped(self._step_or_value, _in_the_batch(func, steps[0], rank, args[1:], kwargs))
         if func in (torch.flatten, Tensor.flatten) and args and args[0] is steps[0] and steps[0].dim():
-            return self.step_of(whole_of_step(steps[0]).flatten(*after_time(*args[1:], **kwargs)))
+            dims = after_time(*args[1:], **kwargs)
+            if min(dims) >= -steps[0].dim():
+                return self.step_of(whole_of_step(steps[0]).flatten(*dims))
         if name in _ELEMENTWISE and _aligned(name, args, kwargs):
             whole, options = whole_of(args), whole_of(kwargs)
             found = linear_by_spikes(*whole, **options) if func is F.linear else None
@@ -300,6 +302,9 @@ def _aligned(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return whether the dims of all tensors, from the last one on, are those of one step."""
     tensors = _tensors((*args, *kwargs.values()), Tensor)
     if name in ("linear", "layer_norm"):  # of the last dims, by tensors that are the same at all steps
+        least = 1 if name == "linear" else len(args[1] if len(args) > 1 else kwargs["normalized_shape"])
+        if tensors[0].dim() < least:  # `vmap` would take time for one of them
+            raise StepByStepError(f"a step has fewer dims than `{name}` takes")
         return isinstance(tensors[0], Step) and not any(isinstance(t, Step) for t in tensors[1:])
     ranks = {t.dim() for t in tensors if isinstance(t, Step)}
     return len(ranks) == 1 and all(t.dim() <= min(ranks) for t in tensors)

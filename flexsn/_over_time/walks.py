@@ -69,6 +69,7 @@ class PlainLoop(Walk):
 
     def __init__(self) -> None:
         self.held: dict[Any, tuple[bool, list[Tensor], list[list[Tensor]]]] = {}
+        self.carried: dict[Any, Any] = {}  # what neurons carried before
         self.watched: dict[int, tuple[Callable[[Tensor], None], list[Tensor]]] = {}
 
     def neuron(self, neuron: Any, inputs: Sequence[Tensor]) -> Any:
@@ -83,9 +84,15 @@ class PlainLoop(Walk):
         finals = list(finals)
         self.held[neuron] = anew, finals, trail
         if neuron.stateful:
+            self.carried.setdefault(neuron, neuron.states)
             neuron.__dict__["states"] = finals  # a step may read them
         found = [y.squeeze(0) for y in outputs]
         return found[0] if len(found) == 1 else tuple(found)
+
+    def undo(self) -> None:
+        """Have the neurons carry what they did before."""
+        for neuron, states in self.carried.items():
+            neuron.__dict__["states"] = states
 
     def finish(self) -> None:
         """Have the neurons carry their states."""

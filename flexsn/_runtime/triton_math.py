@@ -128,38 +128,39 @@ def read_weights(w, k, column, K: tl.constexpr, W: tl.constexpr, columns):
 
 @triton.jit
 def add_product(  # noqa: PLR0913  Triton has no structures
-    found, rows, B, K: tl.constexpr, k, r, weights, start, PRODUCTS: tl.constexpr, SPIKES: tl.constexpr
+    found, rest, rows, B, K: tl.constexpr, k, r, weights, start, PRODUCTS: tl.constexpr, SPIKES: tl.constexpr
 ):  # fmt: skip
-    """`found + a @ w`, of columns k of `a`, which lies in parts in `rows` of `[3, B, K]`, and of three parts of these rows of w.
-
-    PRODUCTS: of bfloat16 for one of float32: six, which is its rounding, three, or one.
-    SPIKES: `a` is 0 or 1, but at the start of a call, which may have any.
-    """
+    """Add `a @ w` to `found`, of the largest parts, and to `rest`, of the others: of columns k of `a`, which lies in parts in `rows` of
+    `[3, B, K]`, and of three parts of these rows of w. PRODUCTS: of bfloat16 for one of float32: six, which is its rounding, three, or
+    one. SPIKES: `a` is 0 or 1, but at the start of a call, which may have any."""
     mask, at = (r < B) & (k < K), rows + k
     a = tl.load(at, mask=mask, other=0, cache_modifier=".cg")
     if PRODUCTS > 1:
-        if SPIKES:
-            if start:
-                found = _add_rest(found, a, at, B * K, mask, weights, PRODUCTS)
-            else:
-                if PRODUCTS == 6:
-                    found = _dot(a, weights[2], found)
-                found = _dot(a, weights[1], found)
+        if SPIKES and not start:
+            if PRODUCTS == 6:
+                rest = _dot(a, weights[2], rest)
+            rest = _dot(a, weights[1], rest)
         else:
-            found = _add_rest(found, a, at, B * K, mask, weights, PRODUCTS)
-    return _dot(a, weights[0], found)
+            rest = _add_rest(rest, a, at, B * K, mask, weights, PRODUCTS)
+    return _dot(a, weights[0], found), rest
 
 
 @triton.jit
-def _add_rest(found, a, at, part, mask, weights, PRODUCTS: tl.constexpr):
+def _add_rest(rest, a, at, part, mask, weights, PRODUCTS: tl.constexpr):
     """All products of parts but the largest."""
     middle = tl.load(at + part, mask=mask, other=0, cache_modifier=".cg")
     if PRODUCTS == 6:
-        found = _dot(tl.load(at + 2 * part, mask=mask, other=0, cache_modifier=".cg"), weights[0], found)
-        found = _dot(middle, weights[1], found)
-        found = _dot(a, weights[2], found)
-    found = _dot(middle, weights[0], found)
-    return _dot(a, weights[1], found)
+        rest = _dot(tl.load(at + 2 * part, mask=mask, other=0, cache_modifier=".cg"), weights[0], rest)
+        rest = _dot(middle, weights[1], rest)
+        rest = _dot(a, weights[2], rest)
+    rest = _dot(middle, weights[0], rest)
+    return _dot(a, weights[1], rest)
+
+
+@triton.jit
+def joined(found, rest):
+    """What `add_product` found: an infinite value is in the largest parts, and times a zero of others no number."""
+    return tl.where(tl.abs(found) < float("inf"), found + rest, found)
 
 
 @triton.jit

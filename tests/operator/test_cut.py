@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import assert_same_grads, assert_same_values, evaluate
+from helpers import assert_same_grads, assert_same_values, check_mixing, evaluate
 from torch import nn
 from torch.nn.functional import layer_norm, linear, softmax
 
@@ -245,3 +245,15 @@ def test_a_core_that_makes_other_calls_than_at_its_capture_is_noticed():
     with pytest.warns(FallbackWarning, match="`mm` is not elementwise"):
         got = flexsn.scan(other, [x], [v])
     assert torch.equal(got.outputs[0], flexsn.scan(other, [x], [v], backend="torch").outputs[0])
+
+
+@pytest.mark.parametrize("taken", [lambda a, p: a[..., 2:6], lambda a, p: a @ p], ids=["part", "product"])
+def test_a_state_of_another_recurrence_is_an_operand(taken):
+    """Its cotangents have as many rows as there are steps."""
+
+    def core(x, v, u, w, p):
+        a = taken(torch.cat([v, u], -1), p)
+        return a, torch.tanh(x + v @ w), torch.tanh(a)
+
+    torch.manual_seed(0)
+    check_mixing(core, [torch.randn(3, 2, 4)], [torch.randn(2, 4)] * 2, [torch.randn(4, 4), torch.randn(8, 4)])

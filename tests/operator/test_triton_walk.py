@@ -264,6 +264,21 @@ def test_values_that_are_no_numbers_stay(walked):
     torch.testing.assert_close(*runs, equal_nan=True)
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["weights held", "weights read"])
+@pytest.mark.parametrize("core", [lif, rnn], ids=lambda core: core.__name__)
+def test_infinities_meet_parts_that_are_zero(core, held, walked, monkeypatch):
+    """One times a number that three bfloat16 are parts of, or a number that is one bfloat16, is an infinity in all places."""
+    if not held:
+        monkeypatch.setattr(triton_walk, "_HELD", 0)
+    torch.manual_seed(0)
+    w, start = torch.rand(20, 20) + 0.1, torch.zeros(1, 20)
+    w[:, 2], start[0, 3], x = -float("inf"), float("inf"), torch.ones(2, 1, 20)
+    states, params = ([start], [w, w[4]]) if core is rnn else ([x[0], start], [w])
+    runs = [flexsn.scan(core, [x], states, params, backend=b) for b in ("triton", "torch")]
+    for a, b in zip(*[(*run.outputs, *run.states) for run in runs], strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
 @on_cpu
 def test_how_a_walk_is_cut():
     one, card = [(1, 1)], (132, 227 << 10)

@@ -102,6 +102,49 @@ def test_what_has_a_hook_or_writes_is_no_chain():
     assert chain(hooked) is None and chain(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True))) is None
 
 
+def test_a_recurrent_layer_follows_its_neuron_and_its_mixing():
+    layer = flexsn.Recurrent(flexsn.LIF(tau=2.0, r=2.0), nn.Linear(4, 4))
+    network, x = flexsn.over_time(nn.Sequential(layer), strict=True), 3 * torch.rand(6, 2, 4)
+    for change in ({}, {"tau": 50.0}, {"v_reset": None}):
+        for name, value in change.items():
+            setattr(layer.neuron, name, value)
+        flexsn.reset_net(network)
+        got = network(x)
+        flexsn.reset_net(network)
+        assert torch.equal(got, layer(x))
+    layer.mixing = nn.Linear(4, 4)
+    flexsn.reset_net(network)
+    got = network(x)
+    flexsn.reset_net(network)
+    assert torch.equal(got, layer(x))
+
+
+@pytest.mark.parametrize("network", [lambda a: nn.Sequential(a, nn.Sequential(a)), lambda a: nn.Sequential(nn.Sequential(a), a)])
+def test_a_neuron_at_two_places_runs_step_by_step(network):
+    neuron = flexsn.LeakyIntegrator(tau=2.0)
+    with pytest.raises(flexsn.errors.StepByStepError, match="called twice in a step"):
+        flexsn.over_time(network(neuron), strict=True)(torch.rand(6, 2, 4))
+
+
+@pytest.mark.parametrize("wrapped", [Own, nn.Sequential], ids=["own forward", "chain"])
+@pytest.mark.parametrize("layer", [nn.Flatten(-3), nn.LayerNorm((5, 4)), nn.Linear(5, 3)])
+def test_time_is_no_dim_of_a_layer(layer, wrapped):
+    """What a step has too few dims for is refused as in single steps."""
+    x = torch.rand(*{nn.Flatten: (5, 2, 3), nn.LayerNorm: (5, 4), nn.Linear: (5,)}[type(layer)])
+    with pytest.raises((IndexError, RuntimeError)):
+        flexsn.over_time(wrapped(nn.Sequential(layer)))(x)
+    assert flexsn.over_time(wrapped(nn.Sequential(nn.Flatten(0))))(torch.rand(5)).shape == (5, 1)
+
+
+def test_a_call_that_fails_leaves_what_is_carried():
+    network = nn.Sequential(flexsn.LIF(), nn.Linear(6, 2))
+    flexsn.over_time(network)(torch.rand(4, 3, 6))
+    before, network[1] = network[0].states[0].clone(), nn.Linear(5, 2)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        flexsn.over_time(network)(torch.rand(4, 3, 6))
+    assert torch.equal(network[0].states[0], before)
+
+
 def test_a_neuron_with_two_outputs_ends_a_chain():
     def core(x, v):
         h = v + (x - v) / 2.0

@@ -80,7 +80,9 @@ def _run(loop: Any, what: tuple, given: Sequence[Tensor | None], write_down: Cal
     taken = [*loop.known.values(), *loop.start.values(), *loop.fixed_tensors().values(), *given]
     kinds = loop.given.look.over_parts.setdefault("walks", Kinds())
     try:
-        found, (places, numbers, views) = kinds.run((loop.number, *what, loop.given.autocast, loop.device), taken, write_down, CannotWalk)
+        found, (places, numbers, views) = kinds.run(
+            (loop.number, *what, loop.given.backend, loop.given.autocast, loop.device), taken, write_down, CannotWalk
+        )
     except CannotWalk as error:
         return error
     loop.views |= views
@@ -302,7 +304,7 @@ class _Backward(_Steps):
         if whole != place:
             return self.flow(whole).part(begin, self.width(place))
         if place not in self.flows:
-            rows = self.loop.T + (place[0] == "v")
+            rows = self.loop.T + (place[0] == "v" and place[1] in self.loop.start)
             self.flows[place] = self.walk.new(self.width(place), rows)
         return self.flows[place]
 
