@@ -15,8 +15,8 @@ from .walks import Walk, begins, ends
 
 _ACTIVATIONS = {nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardtanh}
 _TAKE_ANY = {nn.Identity, nn.Dropout, nn.Flatten, nn.Linear, nn.LayerNorm} | _ACTIVATIONS
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_TAKE_A_BATCH: dict[type, int] = dict.fromkeys((nn.GroupNorm, *_BATCH_NORMS), 0) | {
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_TAKE_A_BATCH: dict[type, int] = dict.fromkeys((nn.GroupNorm, *BATCH_NORMS), 0) | {
     getattr(nn, f"{name}{dims}d"): dims + 1 for dims in (1, 2, 3) for name in ("Conv", "MaxPool", "AvgPool", "AdaptiveAvgPool")
 }
 """How many dims a step without batch has; 0: it has one."""
@@ -103,6 +103,6 @@ def _is_known(module: Any) -> bool:
     if _is_neuron(module):  # of a class of the user's the forward may be another
         plain = own["num_inputs"] == 1 and own["example_outputs"] is None and own.get("per_channel") is None
         return plain and kind.__module__.split(".")[0] == __name__.split(".")[0]
-    if kind in _BATCH_NORMS and (own["training"] or module.running_mean is None):
+    if kind in BATCH_NORMS and (own["training"] or module.running_mean is None):
         return False
     return (kind in _TAKE_ANY or kind in _TAKE_A_BATCH) and not (own.get("inplace") or own.get("return_indices"))

@@ -14,11 +14,10 @@ from .._operator.fallback import warn_once
 from .._torch.autograd import current_backward
 from .._torch.compiling import outside_dynamo
 from ..errors import ArgumentError, SequenceLengthError, StaleStateError, StepByStepError
-from .chains import chain, run_chain
+from .chains import BATCH_NORMS, chain, run_chain
 from .steps import AllSteps, leaves, mapped
 from .walks import PlainLoop, walking
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INTERNAL = nn.Module().__dict__.keys()
 
 
@@ -80,9 +79,7 @@ class OverTime(nn.Module):
             return None
 
     def _at_once(self, T: int, given: Any, modules: Sequence[nn.Module], before: _Before) -> Any:
-        counts = [
-            m.num_batches_tracked for m in modules if isinstance(m, _BATCH_NORMS) and m.training and m.num_batches_tracked is not None
-        ]
+        counts = [m.num_batches_tracked for m in modules if isinstance(m, BATCH_NORMS) and m.training and m.num_batches_tracked is not None]
         walk = AllSteps(T, counts, [m for m in modules if _is_neuron(m)])
         with walk, walk.on(walk):
             inputs, named = mapped(lambda x: walk.step_of(x) if isinstance(x, Tensor) else x, given)
@@ -201,7 +198,7 @@ def _refused(modules: Sequence[nn.Module]) -> StepByStepError | None:
                 return StepByStepError(f"a {type(module).__name__} has a hook, which sees one step")
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             return StepByStepError("a SyncBatchNorm in training exchanges statistics at every step")
-        if isinstance(module, _BATCH_NORMS) and module.training and module.momentum is None:
+        if isinstance(module, BATCH_NORMS) and module.training and module.momentum is None:
             return StepByStepError(
                 f"a {type(module).__name__} in training has no momentum: its running statistics depend on the number of steps"
             )
@@ -217,7 +214,7 @@ class _Before:
         self.own = [(m, found) for m, found in own if found]
         held = [(m, key, value) for m, found in self.own for key, value in found if isinstance(value, (list, deque, dict))]
         self.containers = [(m, key, value, list(_items(value))) for m, key, value in held]
-        norms = [m for m in modules if isinstance(m, _BATCH_NORMS) and m.training]
+        norms = [m for m in modules if isinstance(m, BATCH_NORMS) and m.training]
         self.statistics = [(b, b.clone()) for m in norms for b in m.buffers(recurse=False)]
 
     def written(self) -> str | None:

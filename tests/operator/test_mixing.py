@@ -727,3 +727,19 @@ def test_gradients_of_convolutions(name):
         return v * v, v
 
     check_mixing(core, [torch.randn(4, *shape)], [torch.randn(shape)], [0.3 * torch.randn(weight), torch.randn(weight[0])])
+
+
+def test_calls_that_no_gradient_goes_through():
+    """Of what they take at all steps, which has one elsewhere."""
+
+    def core(x, v, edges):
+        bins = torch.searchsorted(edges, v.contiguous())
+        v = torch.tanh(0.5 * v + x + 0.1 * bins.to(x.dtype)) + edges[0]
+        return v, v
+
+    x, edges = torch.randn(4, 3, 5, requires_grad=True), torch.tensor([-0.5, 0.0, 0.5], requires_grad=True)
+    found = []
+    for backend in ("auto", "torch"):
+        y = flexsn.scan(core, [x], [torch.zeros(3, 5)], [edges], backend=backend).outputs[0]
+        found.append(torch.autograd.grad(y.square().sum(), [x, edges]))
+    torch.testing.assert_close(*found)

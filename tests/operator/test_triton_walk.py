@@ -167,6 +167,18 @@ def test_the_third_call_of_a_kind_replays(name, monkeypatch):
     assert found == [False, True, False, False, True, True]  # the second call's once more, noted
 
 
+@on_cpu
+def test_each_backend_replays_its_own(monkeypatch):
+    look(rnn).over_parts.clear()
+    texts, own = [], WalkSource.text
+    monkeypatch.setattr(WalkSource, "text", lambda self, *args, **options: (texts.append(own(self, *args, **options)), texts[-1])[1])
+    given = [torch.randn(T, 3, 5)], [torch.zeros(3, 5)], [torch.randn(5, 5), torch.randn(5)]
+    for backend in ("cpp", "triton"):
+        for _ in range(3):
+            flexsn.scan(rnn, *given, backend=backend)
+        assert bool(texts) == (backend == "triton")
+
+
 def beside(x, v, s, w):
     """A state that nothing is computed from."""
     h = 0.5 * v + 0.3 * (v @ w) + 0.2 * x

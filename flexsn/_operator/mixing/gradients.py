@@ -195,12 +195,11 @@ def _pull_fixed(loop: Loop, computed: Mapping[Place, Tensor], trail: Mapping[int
     Args:
         flows: cotangents of what the calls give, `[T, ...]`, among others.
     """
-    done = {j for j, _ in loop.of_fixed}
-    for j in loop.piece.calls if loop.T else ():
-        mix, needs = loop.mix[j], loop.needs[j]
-        if mix.weights is not None or not any(needs) or j in done:
+    for j in loop.piece.calls:
+        mix, needs, grads = loop.mix[j], loop.needs[j], flows.get(loop.results_of[j][0])
+        if mix.weights is not None or not any(needs) or grads is None:
             continue
-        (place,), grads = loop.mixing[j].operands, flows[loop.results_of[j][0]]
+        (place,) = loop.mixing[j].operands
         operand = _whole(loop, place, trail, computed)
         if mix.convolution is None:
             _, *found = mix.pulled([operand], [grads], needs)

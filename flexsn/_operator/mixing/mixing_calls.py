@@ -224,7 +224,6 @@ class MixingFunction:
         """
         if (weights := self.weights) is not None:
             return [(grads[0].to(self._dtype) @ weights.T.to(self._dtype)).to(grads[0].dtype)]
-
         leaves, results = graph or self.with_graph(operands, needs)
         used = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
         asked = [t for t in leaves if t.requires_grad]
@@ -251,8 +250,9 @@ class MixingFunction:
         if tuple(self.moving) != (0,) or self.func not in _CONVOLUTIONS or len(self.args) < 2 or self.autocast is not None:
             return None
         options = dict(zip(_OPTIONS, self.args[3:], strict=False)) | {k: v for k, v in self.kwargs.items() if k != "bias"}
-        same = len({t.dtype for t in tensors_in((self.args, self.kwargs))}) == 1
-        return options if same and not isinstance(options.get("padding"), str) else None
+        dtypes = {t.dtype for t in tensors_in((self.args, self.kwargs))}
+        real = len(dtypes) == 1 and dtypes.pop().is_floating_point
+        return options if real and not isinstance(options.get("padding"), str) else None
 
     def of_operand(self, operand: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of its operand at one step of a convolution."""

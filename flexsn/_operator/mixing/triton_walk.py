@@ -64,8 +64,7 @@ class TritonWalk(Rows):
         fresh: Fresh = operator.call,
     ):  # fmt: skip
         super().__init__(T, lead, dtype, device, unit, fresh)
-        self.source, self.products = WalkSource(rounds=autocast is not None), list[tuple[Any, ...]]()
-        self.takes_autocast = autocast is torch.bfloat16
+        self.source, self.takes_autocast = WalkSource(rounds=autocast is not None), autocast is torch.bfloat16
         if dtype is not torch.float32:
             raise CannotWalk("values are not float32")
 
@@ -156,7 +155,8 @@ class TritonWalk(Rows):
 
     def total(self, source: Array, target: Array, by: float) -> None:
         """Write the sum of a row over `by` to the target, at every place of it."""
-        self.write(target, self._mean(self.variable(source), by))
+        found = self._sum(self.variable(source))
+        self.write(target, found if by == 1 else self.source.let(f"{found} / {by}"))
 
     def variable(self, array: Array) -> str:
         """Return the variable of a value that an op takes row by row."""
@@ -164,10 +164,13 @@ class TritonWalk(Rows):
             raise CannotWalk("an op takes rows that are wider than a state")
         return self.read(array)
 
-    def _mean(self, variable: str, by: float | None = None) -> str:
-        """Return the variable of the sum of a row over `by`, over its width where none is given."""
-        by, found = self.unit if by is None else by, self.source.total(variable, self.new(self.unit, 2).tensor)
-        return found if by == 1 else self.source.let(f"{found} / {float(by)}")
+    def _sum(self, variable: str, *, largest: bool = False) -> str:
+        """Return the variable of the sum of a row, or of its largest value."""
+        return self.source.total(variable, self.new(self.unit, 2).tensor, largest=largest)
+
+    def _mean(self, variable: str) -> str:
+        """Return the variable of the mean of a row."""
+        return self.source.let(f"{self._sum(variable)} / {float(self.unit)}")
 
     def _standard(self, source: Array, eps: float) -> tuple[str, str]:
         """Return the variables of a row, of mean 0 and variance 1, and of what it was multiplied by for that."""
@@ -189,13 +192,12 @@ class TritonWalk(Rows):
 
     def softmax(self, source: Array, target: Array) -> None:
         row, let = self.variable(source), self.source.let
-        largest = self.source.total(row, self.new(self.unit, 2).tensor, largest=True)
-        power = let(f"libdevice.exp({row} - {largest})")
-        self.write(target, let(f"{power} / {self._mean(power, 1)}"))
+        power = let(f"libdevice.exp({row} - {self._sum(row, largest=True)})")
+        self.write(target, let(f"{power} / {self._sum(power)}"))
 
     def softmax_back(self, result: Array, grad: Array, target: Array) -> None:
         row, own = self.variable(result), self.variable(grad)
-        self.write(target, self.source.let(f"{row} * ({own} - {self._mean(f'{own} * {row}', 1)})"))
+        self.write(target, self.source.let(f"{row} * ({own} - {self._sum(f'{own} * {row}')})"))
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         source, width, arguments = self.source, self.unit, list(self.source.arguments.values())
@@ -276,7 +278,7 @@ class Tile(NamedTuple):
 
 _FEWEST = 16  # sequences of a program
 _HELD = 1 << 16  # bytes of weights that a program keeps in its registers
-_READ = 1 << 26  # bytes of weights that all programs read at a step: CUDA graphs are no slower then
+_READ = 1 << 26  # bytes of weights that all programs read at a step, at most: CUDA graphs are faster beyond that
 _STAGES = 3  # blocks of weights that are on their way while one is multiplied with, and that one
 
 
