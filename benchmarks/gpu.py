@@ -36,7 +36,7 @@ from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._codegen import triton as render_triton
 from flexsn._program.compiled import Program, program_of
-from flexsn._runtime.triton_kernel import Kernel, finish_builds, load
+from flexsn._runtime.triton.kernel import Kernel, finish_builds, load
 from flexsn.scan import look
 
 ROOT = Path(__file__).parents[1]
@@ -393,10 +393,10 @@ def beyond(T, N):
     first = step(T, N)
     return first - min(step(T, N), step(T, N))
 def builds():
-    return sum(len(kernel._builds) for kernel in flexsn._runtime.triton_kernel._kernels.values())
+    return sum(len(kernel._builds) for kernel in flexsn._runtime.triton.kernel._kernels.values())
 found["first_s"] = step(T, 4096)
 found["other_classes_s"] = {str(n): beyond(8, n) for n in (1 << 20, (1 << 20) + 1)}
-start = time.perf_counter(); flexsn._runtime.triton_kernel.finish_builds(); found["then_all_built_s"] = time.perf_counter() - start
+start = time.perf_counter(); flexsn._runtime.triton.kernel.finish_builds(); found["then_all_built_s"] = time.perf_counter() - start
 built = builds()
 new = {
     "T": [(T + k, 4096) for k in (1, 2, 3)], "N": [(T, 4096 * k) for k in (2, 3, 4)], "T and N": [(T + 3 + k, 160 * k) for k in (1, 2, 3)],

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import flexsn
-from flexsn._runtime import triton_kernel
+from flexsn._runtime.triton import kernel as triton_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measure import machine

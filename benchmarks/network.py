@@ -32,7 +32,7 @@ import peers
 from gpu import machine
 
 import flexsn
-from flexsn._runtime.triton_kernel import finish_builds
+from flexsn._runtime.triton.kernel import finish_builds
 from flexsn._torch_compile import prologue_fusion
 
 BATCH = 128

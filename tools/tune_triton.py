@@ -26,9 +26,9 @@ from gpu import NEURONS, arrays, copy_rate, launch, plans, program, sequence_byt
 
 from flexsn._codegen import triton as render_triton
 from flexsn._plan.plan import checkpoints
-from flexsn._runtime import triton_tiles
-from flexsn._runtime.triton_kernel import Kernel
-from flexsn._runtime.triton_tiles import Tile
+from flexsn._runtime.triton import tiles as triton_tiles
+from flexsn._runtime.triton.kernel import Kernel
+from flexsn._runtime.triton.tiles import Tile
 
 SIZES = {
     "lif_sigmoid": [(32, 3_211_264, "float32"), (1024, 131_072, "float32"), (1024, 16_384, "float32"), (96, 32_768, "float32"),

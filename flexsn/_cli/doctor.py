@@ -13,8 +13,8 @@ import torch
 from .._report.subject import machine_facts
 from .._report.words import seconds, total
 from .._runtime import cpp_kernel as launch_cpp
-from .._runtime import triton_kernel as launch_triton
 from .._runtime.backends import BACKENDS
+from .._runtime.triton import kernel as launch_triton
 from .._version import TESTED_TORCH
 from ..errors import FlexSNError
 from ..scan import scan

@@ -1,7 +1,7 @@
 """How Triton writes the closed ops: one expression per op.
 
 In an expression `{0} {1} {2}` are the arguments and `{T}` is the type of the result. Functions of `math.` stand in
-`_runtime/triton_math.py`, those of `libdevice.` are CUDA's. Where the expression depends on the dtype of the last argument it is
+`_runtime/triton/math.py`, those of `libdevice.` are CUDA's. Where the expression depends on the dtype of the last argument it is
 a dict by `float32`, `float64`, `bool` and so on (16-bit floats are computed in float32), with `""` for all others; `fast`
 serves float32 gradients on which no decision depends: within 2 ulp, where eager's bits are kept elsewhere.
 """

@@ -24,7 +24,7 @@ COMPUTE = {
 _ROUND = {torch.float16: "math.round_half({0})", torch.bfloat16: "math.round_bfloat16({0})"}
 IMPORTS = (
     "import triton", "import triton.language as tl", "",
-    "import flexsn._runtime.triton_math as math", "from flexsn._runtime.triton_math import libdevice",
+    "import flexsn._runtime.triton.math as math", "from flexsn._runtime.triton.math import libdevice",
 )  # fmt: skip
 
 

@@ -21,6 +21,8 @@ from .language import numbers, safe
 from .triton_frame import computation
 from .triton_values import COMPUTE, IMPORTS
 
+_IMPORT = "import flexsn._runtime.triton.walk_math as walks"
+
 
 @functools.lru_cache(256)
 def results_of(plan: KernelPlan) -> tuple[Role, ...]:
@@ -67,43 +69,47 @@ class _Product:
     name: str
 
     def opening(self, *, held: bool) -> list[str]:
-        """Return the lines before the loop."""
+        """Return the lines before the loop; `held`: as of `lines`."""
         if held:
-            return [f"{self.weights}_held = math.weights({self.weights}, c, H, KP, KB)"]
+            return [f"{self.weights}_held = walks.weights({self.weights}, c, H, KP, KB)"]
         columns = [f"{n} * H + c" if n else "c" for n in range(len(self.found))]
-        return [f"math.split({self.weights}, {self.parts}, {column}, {self.sizes}, KB, c < H)" for column in columns]
+        return [f"walks.split({self.weights}, {self.parts}, {column}, {self.sizes}, KB, c < H)" for column in columns]
 
     @property
     def sizes(self) -> str:
         """The sizes of its weights."""
         return f"{len(self.sources)} * H, {len(self.found)} * H"
 
-    def lines(self, spikes: bool, *, held: bool) -> list[str]:
+    def lines(self, spikes: bool, *, held: bool, alone: bool) -> list[str]:
         """Return its lines.
 
         Args:
             spikes: whether what it takes is 0 or 1.
-            held: whether a program keeps its columns of the weights in registers; else it reads them at every step.
+            held: whether a program keeps its columns of the weights; else it reads them at every step.
+            alone: whether it also has all columns of what a product takes.
         """
+        if alone:
+            a, w = self.sources[0], f"{self.weights}_held[0]"
+            return [f"{self.found[0]} = walks.own_product({a}, c < H, {w}, start, PRODUCTS, SPIKES={spikes})"]
         rows, width = self.name, f"{len(self.sources)} * H"
         lines = [f"{rows} = {self.scratch} + (count % 2) * 3 * B * {width} + r * {width}"]
         for n, source in enumerate(self.sources):
-            lines.append(f"math.share({rows}, B, {width}, {f'{n} * H + ' if n else ''}c, {source}, mask, PRODUCTS)")
-        lines += ["math.meet(counter, count, PROGRAMS)", "count += 1"]
+            lines.append(f"walks.share({rows}, B, {width}, {f'{n} * H + ' if n else ''}c, {source}, mask, PRODUCTS)")
+        lines += ["walks.meet(counter, count, PROGRAMS)", "count += 1"]
         lines += [f"{found}, {found}_rest = tl.zeros((BB, HC), tl.float32), tl.zeros((BB, HC), tl.float32)" for found in self.found]
         given = "start, PRODUCTS, SPIKES=" + str(spikes)
         if held:
             lines += ["for block in tl.static_range(KP // KB):", "    k = block * KB + tl.arange(0, KB)"]
             both = f"{self.found[0]}, {self.found[0]}_rest"
-            lines.append(f"    {both} = math.add_product({both}, {rows}, B, {width}, k[None, :], r, {self.weights}_held[block], {given})")
-            return [*lines, f"{self.found[0]} = math.joined({both})"]
+            lines.append(f"    {both} = walks.add_product({both}, {rows}, B, {width}, k[None, :], r, {self.weights}_held[block], {given})")
+            return [*lines, f"{self.found[0]} = walks.joined({both})"]
         lines += [f"for first_k in range(0, {width}, KB):", "    k = first_k + tl.arange(0, KB)"]
         for n, found in enumerate(self.found):
             column = f"{n} * H + c" if n else "c"
-            lines.append(f"    w = math.read_weights({self.parts}, k[:, None], {column}, {self.sizes}, c < H)")
+            lines.append(f"    w = walks.read_weights({self.parts}, k[:, None], {column}, {self.sizes}, c < H)")
             both = f"{found}, {found}_rest"
-            lines.append(f"    {both} = math.add_product({both}, {rows}, B, {width}, k[None, :], r, w, {given})")
-        return [*lines, *[f"{found} = math.joined({found}, {found}_rest)" for found in self.found]]
+            lines.append(f"    {both} = walks.add_product({both}, {rows}, B, {width}, k[None, :], r, w, {given})")
+        return [*lines, *[f"{found} = walks.joined({found}, {found}_rest)" for found in self.found]]
 
 
 class WalkSource:
@@ -121,7 +127,8 @@ class WalkSource:
         self.rounds = rounds
         self.arguments: dict[str, Any] = {}
         self.functions: dict[KernelPlan, str] = {}
-        self.opening, self.loads = list[str](), list[str]()  # before the loop; of every step, before the body
+        self.opening = list[str]()  # before the loop
+        self.loads: dict[str, tuple[str, str]] = {}  # by variable: what loads it for a step `{t}` under a mask `{mask}`, and its conversion
         self.body = list[str | _Product]()
         self.products, self._spikes = list[_Product](), set[str]()
         self._known, self._slots = dict[int, str](), dict[int, _Slot]()
@@ -138,9 +145,10 @@ class WalkSource:
     def row(self, array: Any, sequence: Any) -> str:
         """Return the variable of the row at step t of a sequence `[T, B, H]`; what was set at this step is not read again."""
         if id(array) not in self._known:
-            name = self._known[id(array)] = self.name()
+            name, pointer = self.name(), self._pointer(sequence, strides=True)
             wide = ".to(tl.float32)" if sequence.dtype in (torch.bfloat16, torch.float16) else ""
-            self.loads.append(f"{name} = {_load(self._pointer(sequence, strides=True), 't')}{wide}")
+            self.loads[name] = f"tl.load({_at(pointer, '{t}')}, mask={{mask}}, other=0)", wide
+            self._known[id(array)] = name
             self._kept.append(array)
         return self._known[id(array)]
 
@@ -148,8 +156,7 @@ class WalkSource:
         """Return the variable of the row before step t; of `first [B, H]` at step 0."""
         if id(array) not in self._known:
             name, later, start = self.name(), self._pointer(sequence, strides=True), self._pointer(first)
-            self.loads += ["if t > 0:", f"    {name} = {_load(later, '(t - 1)')}"]
-            self.loads += ["else:", f"    {name} = tl.load({start} + r * H + c, mask=mask, other=0)"]
+            self.loads[name] = f"walks.row_before({{t}}, {later}, {later}_step, {later}_row, {start}, r, c, H, {{mask}})", ""
             self._known[id(array)] = name
             self._kept.append(array)
         return self._known[id(array)]
@@ -167,7 +174,7 @@ class WalkSource:
         if slot is None:
             name = self.name()
             slot = self._slots[id(turns)] = _Slot(self._pointer(turns, strides=True), name, name)
-            self.opening.append(f"{slot.variable} = {_load(slot.pointer, 'first')}")
+            self.opening.append(f"{slot.variable} = tl.load({_at(slot.pointer, 'first')}, mask=mask, other=0)")
         return slot.next if other else slot.now
 
     def carry(self, turns: Any, variable: str, *, other: bool) -> None:
@@ -223,7 +230,7 @@ class WalkSource:
 
     def total(self, source: str, scratch: Any, *, largest: bool = False) -> str:
         """Return the variable of the sum of a row, or of its largest value, at every column; `scratch [2, B, H]` is of this sum."""
-        found = self.let(f"math.total({source}, {self._pointer(scratch)}, counter, count, r, c, B, H, PROGRAMS, LARGEST={largest})")
+        found = self.let(f"walks.total({source}, {self._pointer(scratch)}, counter, count, r, c, B, H, PROGRAMS, LARGEST={largest})")
         self.body.append("count += 1")
         return found
 
@@ -232,11 +239,11 @@ class WalkSource:
         return self.let(f"{a} + {b}")
 
     # --- text -------------------------------------------------------------------------------------------------------------------
-    def text(self, core: str, *, back: bool, held: bool) -> str:
+    def text(self, core: str, *, back: bool, held: bool, alone: bool) -> str:
         """Return the kernel's text: `walk(*arguments, counters, T, B, ...)`; a program per BB sequences and HC columns.
 
         Args:
-            held: whether a program keeps its columns of all weights in registers.
+            held, alone: as of `_Product.lines`.
         """
         steps = [step_lines(plan, name) for plan, name in self.functions.items()]
         constants = [f"{name}: tl.constexpr" for name in ("H", "KP", "KB", "BB", "HC", "PROGRAMS", "PRODUCTS")]
@@ -248,10 +255,14 @@ class WalkSource:
             if isinstance(line, str):
                 body.append(line)
                 continue
-            body += line.lines({*line.sources} <= spikes, held=held)
+            body += line.lines({*line.sources} <= spikes, held=held, alone=alone)
             opening += line.opening(held=held)
-        loop = [*(["t, start = left - 1, left == T"] if back else ["start = t == 0"]), *self.loads, *body]
-        loop += [f"tl.store({_at(pointer, 't')}, {value}, mask=mask)" for pointer, value in self._stores.values()]
+        opening += [f"{name}_next = {load.format(t='begin', mask='mask')}" for name, (load, _) in self.loads.items()]
+        loop = [f"start, t = passed == 0, begin {'-' if back else '+'} passed"]
+        loop += ["after, ahead = t - 1, (mask & (t > 0)) != 0" if back else "after, ahead = t + 1, (mask & (t + 1 < T)) != 0"]
+        loop += [f"{name} = {name}_next{wide}" for name, (_, wide) in self.loads.items()]
+        loop += [f"{name}_next = {load.format(t='after', mask='ahead')}" for name, (load, _) in self.loads.items()]
+        loop += [*body, *[f"tl.store({_at(pointer, 't')}, {value}, mask=mask)" for pointer, value in self._stores.values()]]
         loop += [f"{slot.variable} = {slot.next}" for slot in self._slots.values() if slot.next is not None]
         own = [
             "r = (tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB))[:, None]  # sequences",
@@ -259,13 +270,14 @@ class WalkSource:
             "mask = (r < B) & (c < H)",
             "counter, count = counters + tl.program_id(0) * 32, 0",
             "first, last = (T - 1) % 2, 1" if back else "first, last = 0, T % 2",
+            f"begin = {'tl.cast(T - 1, tl.int64)' if back else 'tl.zeros((), tl.int64)'}",
             *dict.fromkeys(opening),
-            "for left in range(T, 0, -1):" if back else "for t in range(T):",
+            "for passed in range(T):",
             *[f"    {line}" for line in loop],
             *[f"tl.store({_at(slot.pointer, 'last')}, {slot.variable}, mask=mask)" for slot in self._slots.values()],
         ]
         title = f"# {safe(core)}: a walk {'back ' if back else ''}over time. Generated by flexsn {__version__}."
-        return "\n".join([title, *IMPORTS, "", "", *steps, *lines, *[f"    {line}" for line in own], ""])
+        return "\n".join([title, *IMPORTS, _IMPORT, "", "", *steps, *lines, *[f"    {line}" for line in own], ""])
 
     def let(self, text: str) -> str:
         """Return the name of a new variable, which is what an expression says."""
@@ -282,10 +294,6 @@ class WalkSource:
             if strides:
                 self.arguments |= {f"{name}_step": tensor.stride(0), f"{name}_row": tensor.stride(1)}
         return self._pointers[id(tensor)]
-
-
-def _load(pointer: str, step: str) -> str:
-    return f"tl.load({_at(pointer, step)}, mask=mask, other=0)"
 
 
 def _at(pointer: str, step: str) -> str:

@@ -49,6 +49,7 @@ class Call:
         around: a context for what runs, if it needs one.
         source: gives the core that its gradient is differentiated with; None of a program that was read from a text.
         keep: gives what graphs of autograd keep alive for that, if anything.
+        expects: of `results`, which have cotangents in the backward that is built beside the forward; None: the outputs. Empty: none is.
 
     Attributes that `compile` sets:
         order: the order in which the step's dims lie in memory, in every array; None if it is their own.
@@ -64,6 +65,7 @@ class Call:
     around: Callable[[], AbstractContextManager] | None = None
     source: Any = None
     keep: Callable[[], Any] | None = None
+    expects: Sequence[bool] | None = None
 
     def __init__(self, program: Program, shapes: Shapes, T: int, statics: tuple[str, ...], sequences: bool, differentiable: bool,
                  tensors: Tensors):  # fmt: skip
@@ -77,10 +79,8 @@ class Call:
         self.roles = (*roles(Kind.INPUT, sig.num_inputs), *roles(Kind.STATE, sig.num_states))
         self.absent = {role for role, kind in zip(self.roles, self.kinds, strict=False) if kind is None}
         self.checkpoints = program.checkpoints(T)
-        none = type(self.checkpoints) is int and not self.checkpoints
-        self.saved = () if none else roles(Kind.CHECKPOINT, sig.num_states)
-        trail = roles(Kind.STATES, sig.num_states) if sequences else ()
-        self.results = (*roles(Kind.OUTPUT, program.num_outputs), *program.states, *trail)
+        self.saved = () if type(self.checkpoints) is int and not self.checkpoints else roles(Kind.CHECKPOINT, sig.num_states)
+        self.results = (*roles(Kind.OUTPUT, program.num_outputs), *program.states, *roles(Kind.STATES, sig.num_states * sequences))
         self.bounds = program.num_outputs, program.num_outputs + sig.num_states
         states = [(s, 0) for s in shapes.states]
         self.result_shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]
@@ -146,7 +146,7 @@ class Call:
 
     def forward_launch(self, save: bool) -> Any:
         """The kernel of the forward at these sizes; `save`: one that also writes checkpoints for a backward."""
-        trains = save and self.program.device.type in self.program.backend.devices
+        trains = save and self.expects != () and self.program.device.type in self.program.backend.devices
         if trains and not self.program.backend.lazy:
             self._expect_backward()  # its compiler runs beside that of the forward
         launch = self._launch("forward", (self._input_dtypes(), save, self.sequences), (), self.program.prologue)
@@ -232,8 +232,9 @@ class Call:
         return torch.empty_strided(shape, layout, dtype=dtype, device=tensor.device).copy_(tensor)
 
     def _usual_cotangents(self) -> list[bool]:
-        """Of every output, and of nothing else."""
-        return [k < self.program.num_outputs and not (self.constant and self.constant[k]) for k in range(len(self.results))]
+        """Of every output, and of nothing else; or those that are expected."""
+        expects = self.expects or [k < self.program.num_outputs for k in range(len(self.results))]
+        return [there and not (self.constant and self.constant[k]) for k, there in enumerate(expects)]
 
     def usual_backward(self) -> Backward:
         """The backward for the usual cotangents."""
@@ -381,7 +382,6 @@ class Backward:
 
     Attributes:
         launch: what runs; None if nothing has a gradient.
-        places: of `results`, and of what is saved, in what `launch` writes.
         prologue: computes the params of `launch`; None if there are none, or they are operands as they are.
         places: of the gradient of every input and state in what the launch writes; -1 where there is none.
         epilogue: gives the gradients of params and captured tensors; None if none is needed.

@@ -10,39 +10,24 @@ inference, and 1.1 to 1.3 times in training (`python benchmarks/recurrent.py --d
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from .._runtime.launch import noting
 from .._torch.fake_tensors import TorchDispatchMode
 from .._torch.tensors import memory_of
 from .._torch.transforms import transforms_or_modes_active
 
-Fresh = Callable[[Callable[[], Tensor]], Tensor]  # calls what allocates a tensor
-Launcher = Callable[[Sequence[Tensor | None]], None]  # runs a kernel over the tensors that it takes
-
-
-class Written(NamedTuple):
-    """A call, written down: all but its kernel has run.
-
-    Attributes:
-        results: what it gives once the kernel has run.
-        beside: what else its caller wants to know, the same for all calls of a kind.
-        taken, launch: what the kernel takes, and what runs it.
-    """
-
-    results: list[Tensor]
-    beside: Any
-    taken: list[Tensor | None]
-    launch: Launcher
+Work = Callable[[], tuple[list[Tensor], Any]]  # returns what a call gives, and what else its caller wants to know, the same for its kind
 
 
 class Kinds:
     """Kinds of calls of one thing: what is known of them.
 
-    The second time that a call of a kind is written down, what PyTorch does for it is noted, and calls after that do the same again.
+    The second time that a call of a kind runs, what PyTorch does for it is noted, and calls after that do the same again.
     """
 
     most = 32
@@ -51,44 +36,42 @@ class Kinds:
         self.known: dict[tuple, Any] = {}  # how often, a replay and what is beside it, or an error
 
     def run(
-        self, what: tuple, given: Sequence[Tensor | None], write_down: Callable[[Fresh], Written], refusal: type[Exception]
+        self, what: tuple, given: Sequence[Tensor | None], work: Work, refusal: type[Exception] | tuple[()] = ()
     ) -> tuple[list[Tensor], Any]:  # fmt: skip
         """Return the results of a call, and what is beside them.
 
         Args:
             what: tells calls apart, beside the layouts of what is given.
             given: all tensors that the call reads.
+            work: runs it.
 
         Raises:
-            refusal: as `write_down` did for the first call of this kind.
+            refusal: as `work` did for the first call of this kind.
         """
         key, tensors = (*what, layouts(given)), [t for t in given if t is not None]
         known = self.known.get(key)
-        if isinstance(known, refusal):
-            raise refusal(*known.args)
-        if isinstance(known, tuple):
+        if isinstance(known, Exception):
+            raise type(known)(*known.args)
+        if isinstance(known, tuple) and noting.notes is None:
             return known[0](tensors), known[1]
         if known is None and len(self.known) >= self.most:
             self.known.clear()
+        if known is _SEEN and not transforms_or_modes_active():
+            with Notes(tensors) as notes:
+                results, beside = work()
+            replay = notes.replay(results)
+            self.known[key] = _REPEATS if replay is None else (replay, beside)
+            return results, beside
         try:
-            written = write_down(operator.call)
+            found = work()
         except refusal as error:
-            self.known[key] = refusal(*error.args)  # without frames
+            self.known[key] = type(error)(*error.args)  # without frames
             raise
-        written.launch(written.taken)
-        self.known[key] = _SEEN if known is None else self._noted(tensors, write_down) if known is _SEEN else known
-        return written.results, written.beside
-
-    def _noted(self, given: Sequence[Tensor], write_down: Callable[[Fresh], Written]) -> Any:
-        if transforms_or_modes_active():
-            return _SEEN
-        with Notes(given) as notes:
-            results, beside, *kernel = write_down(notes.fresh)
-        replay = notes.replay(*kernel, results)
-        return _REPEATS if replay is None else (replay, beside)
+        self.known.setdefault(key, _SEEN)
+        return found
 
 
-_SEEN, _REPEATS = "seen", "is written down each time"
+_SEEN, _REPEATS = "seen", "runs anew each time"
 
 
 class _Step(NamedTuple):
@@ -96,9 +79,10 @@ class _Step(NamedTuple):
 
     Attributes:
         args: its arguments, with None for tensors.
-        tensors: where among the arguments these stand, and their numbers: one, or those of a list.
+        tensors: where among the arguments these stand, and their numbers: one, or those of a list, in which -1 is None.
         first: the number of its first result.
-        results: how many it has; 0 of one tensor that is returned as it is.
+        results: how many it has; 0 of one tensor that is returned as it is, or of None.
+        writes: whether it writes to its first tensor; None of a launch, which may write to any.
     """
 
     func: Callable[..., Any]
@@ -107,125 +91,169 @@ class _Step(NamedTuple):
     tensors: tuple[tuple[int, int | list[int]], ...]
     first: int
     results: int
+    writes: bool | None
+
+
+# Of ops that are noted often: these find their way to PyTorch sooner
+_METHODS = {
+    getattr(getattr(torch.ops.aten, name), overload): getattr(Tensor, name)
+    for name, overload in (
+        ("view", "default"), ("permute", "default"), ("expand", "default"), ("detach", "default"), ("unsqueeze", "default"),
+        ("select", "int"), ("squeeze", "dim"), ("copy_", "default"), ("zero_", "default"), ("clone", "default"),
+    )
+}  # fmt: skip
 
 
 class Notes(TorchDispatchMode):
-    """While inside, ops of PyTorch are noted; each of their results has a number.
+    """While inside, ops of PyTorch and launches of kernels are noted; each of their results has a number.
 
     Args:
         given: the tensors of the call, which have the first numbers.
 
     Attributes:
+        given: how many there are.
         strange: what keeps the ops from being run again: one takes a tensor that neither the call was given nor an op made.
     """
 
     def __init__(self, given: Sequence[Tensor]):
         super().__init__()
-        self.values, self.steps, self.roots = list[Tensor](), list[_Step](), list[int]()
+        self.values, self.steps, self.roots = list[Any](), list[_Step](), list[int]()  # of a launch that returns nothing, None
         self.strange: str | None = None
         self._numbers: dict[tuple, int] = {}
-        self._off = False
         for tensor in given:
             self._add(tensor, len(self.values))
+        self.given = len(self.values)
         if not all(t.numel() for t in given):
-            self.strange = "a tensor has no elements, and lies nowhere"
+            self.refuse("a tensor has no elements, and lies nowhere")
         ends = sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in given})
         if any(begin + size > other for (begin, size), (other, _) in itertools.pairwise(ends)):
-            self.strange = "two tensors share memory, and none knows of the other"  # as of NumPy's arrays
+            self.refuse("two tensors share memory, and none knows of the other")  # as of NumPy's arrays
+
+    def __enter__(self) -> Notes:
+        self._before, noting.notes = noting.notes, self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        noting.notes = self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        if not self._off:
+        if noting.notes is self and self.strange is None:
             self._note(func, args, kwargs, results)
         return results
 
-    def fresh(self, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that `make` allocates; the ops of that are not noted."""
-        self._off = True
+    def one(self, run: Callable[[Sequence[Any]], Any], tensors: Sequence[Tensor | None], *, addresses: bool = False) -> Any:
+        """Return `run(tensors)`, noted as one op; what that does is not noted.
+
+        Args:
+            addresses: whether all that matters of the tensors is where they lie: it may be given others that lie there.
+        """
+        noting.notes = None
         try:
-            made = make()
+            results = run(tensors)
         finally:
-            self._off = False
-        self._note(make, (), {}, made)
-        return made
+            noting.notes = self
+        if self.strange is None:
+            self._note(run, ([self._at(t) for t in tensors] if addresses else tensors,), {}, results)
+        return results
+
+    def refuse(self, why: str) -> None:
+        """Note nothing from here on: the ops cannot be run again."""
+        self.strange = self.strange or why
+        self.values.clear()
+        self.steps.clear()
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of a tensor, which is known by where it lies: views of one pass from object to object."""
         found = self._numbers.get(_place(tensor))
         if found is None:
-            self.strange = self.strange or "an op takes a tensor of which nobody knows where it comes from"
+            self.refuse("an op takes a tensor of which nobody knows where it comes from")
         return found or 0
 
     def _note(self, func: Any, args: tuple, kwargs: dict[str, Any], results: Any) -> None:
-        if any(isinstance(value, Tensor) for value in kwargs.values()):
-            self.strange = f"{func} takes a tensor by name"
         at = list[tuple[int, Any]]()
         for n, arg in enumerate(args):
             if isinstance(arg, Tensor):
                 at.append((n, self.number(arg)))
             elif isinstance(arg, (list, tuple)) and any(isinstance(t, Tensor) for t in arg):
-                at.append((n, [self.number(t) for t in arg]))
-        plain = tuple([None if n in dict(at) else arg for n, arg in enumerate(args)])
-        found = list(results) if isinstance(results, (tuple, list)) else [results]
-        if not all(isinstance(t, Tensor) for t in found):
-            self.strange = f"{func} returns something else than tensors"
+                at.append((n, [-1 if t is None else self.number(t) for t in arg]))
+        found = list(results) if isinstance(results, (tuple, list)) else [] if results is None else [results]
+        if any(isinstance(value, Tensor) for value in kwargs.values()):
+            self.refuse(f"{func} takes a tensor by name")
+        elif not all(isinstance(t, Tensor) for t in found):
+            self.refuse(f"{func} returns something else than tensors")
+        if self.strange is not None:
             return
-        self.steps.append(_Step(func, plain, kwargs, tuple(at), len(self.values), 0 if found[0] is results else len(found)))
         root = at[0][1] if at and isinstance(at[0][1], int) else None
+        schema = getattr(func, "_schema", None)
+        writes = schema.is_mutable if schema is not None else None if at else False
+        if not writes and len(found) == 1 and root is not None and self._is_known(found[0], root):
+            return  # `detach`, or a view that changes nothing
+        plain = tuple([None if n in dict(at) else arg for n, arg in enumerate(args)])
+        count = len(found) if isinstance(results, (tuple, list)) else 0
+        self.steps.append(_Step(_METHODS.get(func, func), plain, kwargs, tuple(at), len(self.values), count, writes))
         for tensor in found:
             views = root is not None and memory_of(tensor) == memory_of(self.values[root])
             self._add(tensor, self.roots[root] if views and root is not None else len(self.values))
+        if not found:  # a launch that returns nothing
+            self.values.append(None)
+            self.roots.append(-1)
 
     def _add(self, tensor: Tensor, root: int) -> None:
         self._numbers[_place(tensor)] = len(self.values)
         self.values.append(tensor)
         self.roots.append(root)
 
-    def _as_pointer(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that starts where this one does: what a view was made of, if that does."""
+    def _is_known(self, tensor: Tensor, source: int) -> bool:
+        """Return whether what is made of a number is a tensor that has one."""
+        number = self._numbers.get(_place(tensor))
+        return number is not None and self.roots[number] == self.roots[source]
+
+    def _at(self, tensor: Tensor | None) -> Tensor | None:
+        """Return a tensor that starts where this one does: what a view was made of, if that does."""
+        if tensor is None:
+            return None
         number = self.number(tensor)
+        if self.strange is not None:
+            return tensor
         root = self.values[self.roots[number]]
-        return self.roots[number] if root.data_ptr() == tensor.data_ptr() and root.dtype is tensor.dtype else number
+        return root if root.data_ptr() == tensor.data_ptr() and root.dtype is tensor.dtype else tensor
 
-    def replay(self, pointers: Sequence[Tensor | None], run: Launcher, results: Sequence[Tensor]) -> Replay | None:
-        """Return what does the same on other tensors; None if nothing does.
-
-        Args:
-            pointers: tensors that a kernel takes, of which their addresses alone matter to it.
-            run: runs the kernel over such tensors.
-            results: tensors that the call returns.
-        """
-        taken = [None if t is None else self._as_pointer(t) for t in pointers]
+    def replay(self, results: Sequence[Tensor]) -> Replay | None:
+        """Return what does the same on other tensors, and returns such results; None if nothing does."""
         returned = [self.number(t) for t in results]
         if self.strange is not None:
             return None
-        needed = {n for n in (*taken, *returned) if n is not None}
+        for place, number in enumerate(returned):
+            if number < self.given:  # what is returned is another tensor than what was given
+                self.steps.append(_Step(Tensor.detach, (None,), {}, ((0, number),), len(self.values), 0, False))
+                returned[place] = len(self.values)
+                self._add(results[place], self.roots[number])
+        needed = {*returned}
         live, steps = {self.roots[n] for n in needed}, list[_Step]()
         for step in reversed(self.steps):
-            takes = [k for _, n in step.tensors for k in (n if isinstance(n, list) else [n])]
-            schema = getattr(step.func, "_schema", None)
-            writes = schema is not None and schema.is_mutable and self.roots[takes[0]] in live
+            takes = [k for _, n in step.tensors for k in (n if isinstance(n, list) else [n]) if k >= 0]
+            target = self.roots[takes[0]] if step.writes else -1
+            writes = step.writes is None or target in live or 0 <= target < self.given
             if writes or not needed.isdisjoint(range(step.first, step.first + max(1, step.results))):
                 steps.append(step)
                 needed.update(takes)
                 live.update(self.roots[k] for k in takes)
-        return Replay(steps[::-1], len(self.values), taken, run, returned)
+        return Replay(steps[::-1], len(self.values), returned)
 
 
 class Replay:
-    """Ops, and a kernel after them, for tensors laid out as those that were noted."""
+    """Ops and launches, for tensors laid out as those that were noted."""
 
-    def __init__(
-        self, steps: Sequence[_Step], count: int, taken: Sequence[int | None], run: Launcher,
-        returned: Sequence[int],
-    ):  # fmt: skip
-        self.steps, self.count, self.taken, self.launch, self.returned = steps, count, taken, run, returned
+    def __init__(self, steps: Sequence[_Step], count: int, returned: Sequence[int]):
+        self.steps, self.count, self.returned = steps, count, returned
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Run; returns what the call returns."""
-        values: list[Any] = [*given, *[None] * (self.count - len(given))]
-        for func, args, kwargs, tensors, first, results in self.steps:
+        values: list[Any] = [*given, *[None] * (self.count + 1 - len(given))]  # the last one is None
+        for func, args, kwargs, tensors, first, results, _ in self.steps:
             own = list(args)
             for at, n in tensors:
                 own[at] = values[n] if type(n) is int else [values[k] for k in n]  # type: ignore[union-attr]  # a list
@@ -234,7 +262,6 @@ class Replay:
                 values[first : first + results] = found
             else:
                 values[first] = found
-        self.launch([None if n is None else values[n] for n in self.taken])
         return [values[n] for n in self.returned]
 
 

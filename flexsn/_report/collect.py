@@ -24,10 +24,10 @@ from .._plan.plan import KernelPlan
 from .._program.inner import InnerLayout
 from .._program.pairs import ComplexStepError
 from .._runtime import cpp_kernel as launch_cpp
-from .._runtime import triton_kernel as launch_triton
 from .._runtime.backends import BACKENDS, NAMES, backend_of
 from .._runtime.fork import undisturbed
 from .._runtime.launch import Launch
+from .._runtime.triton import kernel as launch_triton
 from ..errors import (
     BackendError,
     BackendUnavailableError,

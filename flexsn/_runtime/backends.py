@@ -13,7 +13,8 @@ from .._codegen import cpp as render_cpp
 from .._codegen import triton as render_triton
 from .._plan import plan
 from ..errors import BackendError, BackendUnavailableError
-from . import cpp_kernel, triton_kernel
+from . import cpp_kernel
+from .triton import kernel as triton_kernel
 
 Run = Callable[[list[Tensor], Sequence[int]], None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import call
 from typing import Any
@@ -17,6 +18,30 @@ from .._torch.autograd import profiler_flag
 from ..errors import DeviceMismatchError
 from .layout import Order, by_index, strides_of
 from .memory import allocator
+
+
+class _Noting(threading.local):
+    """What notes the launches of this thread, if anything (`_program/replay.py`)."""
+
+    notes: Any = None
+
+
+noting = _Noting()
+
+
+def as_one(run: Callable[[Sequence[Any]], Any], tensors: Sequence[Any], *, addresses: bool = False) -> Any:
+    """Return `run(tensors)`: a tensor, a list of them, or None. To what notes ops that is one op, so `run` holds no tensors.
+
+    Args:
+        addresses: whether all that matters of the tensors is where they lie.
+    """
+    return run(tensors) if noting.notes is None else noting.notes.one(run, tensors, addresses=addresses)
+
+
+def repeats_nothing(why: str) -> None:
+    """Tell what notes ops, if anything, that these are not to be run again."""
+    if noting.notes is not None:
+        noting.notes.refuse(why)
 
 
 class Launch:
@@ -62,6 +87,8 @@ class Launch:
         Raises:
             DeviceMismatchError: an operand that the kernel reads is on another device.
         """
+        if noting.notes is not None:
+            return noting.notes.one(functools.partial(self.run, dims=dims), given)
         if self._gpu is not None and self._gpu != torch.cuda.current_device():
             with torch.cuda.device(self._gpu):
                 return self.run(given, dims)

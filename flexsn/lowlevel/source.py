@@ -26,7 +26,7 @@ from .._ir.graph import Builder
 from .._ir.lowering import lower
 from .._ir.roles import Kind, Role, roles
 from .._program.static_parts import cut, static_graph
-from .._runtime.triton_kernel import define
+from .._runtime.triton.kernel import define
 from .._torch.availability import KERNELS, require
 from ..errors import CannotFuseError, UnsupportedOpError
 from .graphs import output_values

@@ -11,7 +11,7 @@ from flexsn._codegen import cpp
 from flexsn._codegen.language import numbers, values
 from flexsn._ir.graph import Builder
 from flexsn._plan import plan
-from flexsn._runtime import triton_kernel
+from flexsn._runtime.triton import kernel as triton_kernel
 
 TAUS = (1.5, 2.0, 2.25, 3.0, 5.0, 7.5, 20.0, 1e30)
 

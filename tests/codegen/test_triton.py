@@ -39,10 +39,10 @@ from flexsn._codegen import triton_frame
 from flexsn._codegen.language import values
 from flexsn._plan import plan
 from flexsn._program import compiled as compiling
-from flexsn._runtime import triton_kernel as launch_triton
-from flexsn._runtime import triton_passes as launch_passes
-from flexsn._runtime import triton_tiles
-from flexsn._runtime.triton_tiles import tile_for
+from flexsn._runtime.triton import kernel as launch_triton
+from flexsn._runtime.triton import passes as launch_passes
+from flexsn._runtime.triton import tiles as triton_tiles
+from flexsn._runtime.triton.tiles import tile_for
 from flexsn._version import __version__
 from flexsn.errors import BackendError, BackendUnavailableError
 from flexsn.scan import look
@@ -845,7 +845,7 @@ def test_cores_of_one_name():
         fused(core, [torch.randn(3, 5)], [torch.randn(5)])
 
 
-# --- functions of triton_math ------------------------------------------------------------------------------------------------------------
+# --- functions of triton/math.py ------------------------------------------------------------------------------------------------------------
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -3.0, 7.0, 1e-3, -1e-3, 1e10, -1e10, math.inf, -math.inf, math.nan]
 EXTREME = {f32: [1e-45, -1e-45, 1.1754944e-38, 1e-40, 3.4028235e38, -3.4028235e38, 0.1, 0.3, 16777217.0],
            f64: [5e-324, -5e-324, 2.2250738585072014e-308, 1e-310, 1.7976931348623157e308, -1.7976931348623157e308, 0.1, 0.3, 2.0**53]}  # fmt: skip

@@ -13,7 +13,7 @@ from test_ops import APPROXIMATE, FLOATS, INTS, _interpret_wide, all_ops, op_tab
 from flexsn._codegen import triton as render_triton
 from flexsn._ir.graph import interpret
 from flexsn._plan import plan
-from flexsn._runtime import triton_kernel as launch_triton
+from flexsn._runtime.triton import kernel as launch_triton
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, *HALVES, *INTS, torch.bool)
@@ -80,8 +80,8 @@ warnings.simplefilter("ignore")
 import torch
 import test_ops, test_triton_ops as here
 from flexsn._ir.graph import Builder
-from flexsn._runtime.triton_kernel import Kernel
-from flexsn._runtime.triton_tiles import Tile
+from flexsn._runtime.triton.kernel import Kernel
+from flexsn._runtime.triton.tiles import Tile
 from flexsn._codegen.triton import render
 from triton.backends.compiler import GPUTarget
 

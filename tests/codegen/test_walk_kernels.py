@@ -19,7 +19,7 @@ BUILD = textwrap.dedent("""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from flexsn._runtime import triton_kernel
+    from flexsn._runtime.triton import kernel as triton_kernel
 
     for text, signature, constants in json.load(sys.stdin):
         source = ASTSource(triton_kernel.define(text, "walk"), signature | dict.fromkeys(constants, "constexpr"), constants)
@@ -45,17 +45,21 @@ def lstm(x, h, c, w):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("core, rows, held, products", [(lif, 1, True, 6), (lif, 1, False, 1), (lstm, 4, False, 6)])
-def test_walks_build_for_gpus_that_are_not_there(core, rows, held, products, monkeypatch):
+@pytest.mark.parametrize(
+    "core, rows, held, products, alone",
+    [(lif, 1, True, 6, False), (lif, 1, False, 1, False), (lstm, 4, False, 6, False), (lif, 1, True, 6, True)],
+)
+def test_walks_build_for_gpus_that_are_not_there(core, rows, held, products, alone, monkeypatch):
     """The shared memory is that of an A100 at most."""
     found, own = [], WalkSource.text
 
     def noted(self, name, **options):
-        text = own(self, name, **options | {"held": held})
+        text = own(self, name, **options | {"held": held, "alone": alone})
         signature = {name: TYPES[a.dtype] if isinstance(a, torch.Tensor) else "fp32" if isinstance(a, float) else "i32"
                      for name, a in self.arguments.items()}  # fmt: skip
         block = 128 if rows == 1 else 64
         constants = {"H": 256, "KP": 256, "KB": block, "BB": 16, "HC": 32, "PROGRAMS": 8, "PRODUCTS": products}
+        constants |= {"H": 100, "KP": 128, "HC": 128, "PROGRAMS": 1} if alone else {}
         found.append((text, signature | {"counters": "*i32", "T": "i32", "B": "i32"}, constants))
         return own(self, name, **options)
 

@@ -18,9 +18,9 @@ from flexsn._codegen import triton_frame
 from flexsn._plan.plan import KernelPlan
 from flexsn._runtime import cpp_kernel as launch_cpp
 from flexsn._runtime import disk_cache as launch_cache
-from flexsn._runtime import triton_kernel as launch_triton
-from flexsn._runtime import triton_tiles
 from flexsn._runtime.backends import BACKENDS
+from flexsn._runtime.triton import kernel as launch_triton
+from flexsn._runtime.triton import tiles as triton_tiles
 
 # As users get them; or fast to build: the same statements without vector loops and threads.
 AS_USERS_GET_THEM = launch_cpp._FLAGS

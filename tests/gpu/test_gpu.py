@@ -9,7 +9,7 @@ from test_triton_ops import DTYPES, different_ops
 
 import flexsn
 from flexsn import surrogate
-from flexsn._runtime import triton_kernel as launch_triton
+from flexsn._runtime.triton import kernel as launch_triton
 
 pytestmark = pytest.mark.gpu
 

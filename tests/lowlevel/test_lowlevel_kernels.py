@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexsn import surrogate
-from flexsn._runtime import triton_kernel as launch_triton
+from flexsn._runtime.triton import kernel as launch_triton
 from flexsn.errors import BackendError, StateMismatchError, UnsupportedOpError
 from flexsn.lowlevel import (
     FlexSNInfo,
@@ -683,8 +683,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 import test_lowlevel_kernels as here
-from flexsn._runtime.triton_kernel import Kernel
-from flexsn._runtime.triton_tiles import Tile
+from flexsn._runtime.triton.kernel import Kernel
+from flexsn._runtime.triton.tiles import Tile
 from triton.backends.compiler import GPUTarget
 
 built = 0

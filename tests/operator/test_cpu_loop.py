@@ -12,7 +12,7 @@ from flexsn._operator.mixing import cpp_walk
 from flexsn._operator.mixing.cpp_products import outer
 from flexsn._operator.mixing.cpp_walk import Driven, Walk, by_spikes
 from flexsn._operator.mixing.mixing_calls import MixingFunction, Run, moves
-from flexsn._program.replay import Kinds
+from flexsn._program.replay import Kinds, Notes
 
 pytestmark = on_cpu
 f64 = torch.float64
@@ -163,7 +163,7 @@ def test_the_third_call_of_a_kind_replays(name, sequences, walked):
     for seed in range(4):
         x, states = operands(6, (3,), count, seed)
         check_mixing(core, [x], states, [p * (1 - 0.1 * seed) for p in params], scale=10, sequences=sequences)
-    assert walked == [False, True, False, False, True, True]  # the second call's once more, noted
+    assert walked == [False, True] * 2  # the second call's are noted
 
 
 def test_operands_that_are_the_same_tensor_are_another_kind(walked):
@@ -174,7 +174,7 @@ def test_operands_that_are_the_same_tensor_are_another_kind(walked):
         check_mixing(core, [x], [v, v, z], params, scale=10)
     for _ in range(3):
         check_mixing(core, [x], [v, u, z], params, scale=10)
-    assert walked == [False, True, False, False, True, True] * 2
+    assert walked == [False, True] * 4
 
 
 def test_other_numbers_of_steps_are_other_kinds(walked):
@@ -182,14 +182,14 @@ def test_other_numbers_of_steps_are_other_kinds(walked):
     for T in (3, 5, 3, 5, 3, 5):
         x, states = operands(T, (3,), count, seed=T)
         check_mixing(core, [x], states, params, scale=10)
-    assert walked == [False, True] * 2 + [False, False, True, True] * 2
+    assert walked == [False, True] * 4
 
 
 def test_few_kinds_are_kept(monkeypatch):
     core, count, params = CASES["lstm"]
-    kept, own = [], Kinds._noted
+    kept, own = [], Notes.replay
     monkeypatch.setattr(Kinds, "most", 4)
-    monkeypatch.setattr(Kinds, "_noted", lambda *args: kept.append(1) or own(*args))
+    monkeypatch.setattr(Notes, "replay", lambda *args: kept.append(1) or own(*args))
     for T in (*range(2, 12), 11):
         x, states = operands(T, (2,), count)
         check_mixing(core, [x], states, params, scale=10)

@@ -15,16 +15,16 @@ from flexsn._codegen.triton_walk import WalkSource
 from flexsn._operator.mixing import triton_walk
 from flexsn._operator.mixing.cpp_walk import CannotWalk
 from flexsn._operator.mixing.triton_walk import Tile, TritonWalk, tile_for
-from flexsn._program.replay import Kinds
+from flexsn._program.replay import Notes
 
 T = 6
 
 
 @pytest.fixture
 def walked(monkeypatch):
-    """The texts of the kernels that walked, each of which was written down."""
+    """The texts of the kernels that walked, each of which was written down: nothing is run again."""
     found, own = [], WalkSource.text
-    monkeypatch.setattr(Kinds, "_noted", lambda *args: "not yet")
+    monkeypatch.setattr(Notes, "replay", lambda *args: None)
 
     def noted(self, *args, **options):
         found.append(own(self, *args, **options))
@@ -136,20 +136,24 @@ CORES = {
 TWO_STATES = ("lif", "two_products", "inhibited", "normed", "lstm", "to_gates_and_back")
 
 
-@pytest.mark.parametrize("held", [True, False], ids=["weights held", "weights read"])
+@pytest.fixture(params=["weights read", "weights held", "all held"])
+def cut(request, monkeypatch):
+    """How a walk is cut: a program has all columns, or shares what a product takes with others; it keeps the weights, or reads them."""
+    monkeypatch.setattr(triton_walk, "_HELD", 0 if request.param == "weights read" else triton_walk._HELD)
+    monkeypatch.setattr(triton_walk, "_ALONE", triton_walk._ALONE if request.param == "all held" else 0)
+
+
 @pytest.mark.parametrize("width, batch", [(5, 3), (33, 17), (16, 1)])
 @pytest.mark.parametrize("name", CORES)
-def test_as_the_eager_loop(name, width, batch, held, walked, monkeypatch):
+def test_as_the_eager_loop(name, width, batch, cut, walked):
     torch.manual_seed(1)
-    if not held:
-        monkeypatch.setattr(triton_walk, "_HELD", 0)
     states = [torch.rand(batch, width) for _ in range(2 if name in TWO_STATES else 1)]
     check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
     assert ["walk back" in text for text in walked] == [False, True]
 
 
 @pytest.mark.parametrize("core", [lif, rnn, lstm], ids=lambda core: core.__name__)
-def test_products_follow_autocast(core, walked):
+def test_products_follow_autocast(core, cut, walked):
     """To bfloat16; in float16 walks are as before."""
     torch.manual_seed(1)
     rows, (x, w, b) = 2 - (core is rnn), (torch.randn(T, 4, 20) + 0.5, torch.randn(20, 20) * 0.3, torch.randn(20))
@@ -169,7 +173,7 @@ def test_the_third_call_of_a_kind_replays(name, monkeypatch):
         torch.manual_seed(seed)
         states = [torch.rand(batch, width) for _ in range(2 if name in TWO_STATES else 1)]
         check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
-    assert found == [False, True, False, False, True, True]  # the second call's once more, noted
+    assert found == [False, True] * 2  # the second call's are noted
 
 
 @on_cpu
@@ -281,12 +285,9 @@ def test_values_that_are_no_numbers_stay(walked):
     torch.testing.assert_close(*runs, equal_nan=True)
 
 
-@pytest.mark.parametrize("held", [True, False], ids=["weights held", "weights read"])
 @pytest.mark.parametrize("core", [lif, added], ids=lambda core: core.__name__)
-def test_infinities_meet_parts_that_are_zero(core, held, walked, monkeypatch):
+def test_infinities_meet_parts_that_are_zero(core, cut, walked):
     """Times a number that is one bfloat16, whose other parts are zero, an infinity stays one."""
-    if not held:
-        monkeypatch.setattr(triton_walk, "_HELD", 0)
     w, start, x = (torch.arange(400.0).reshape(20, 20) % 7 + 1) / 8, torch.zeros(1, 20), torch.ones(2, 1, 20)
     start[0, 3] = float("inf")
     runs = [flexsn.scan(core, [x], [x[0], start][core is added :], [w], backend=b) for b in ("triton", "torch")]
@@ -297,19 +298,24 @@ def test_infinities_meet_parts_that_are_zero(core, held, walked, monkeypatch):
 
 @on_cpu
 def test_how_a_walk_is_cut():
-    one, card = [(1, 1)], (132, 227 << 10)
-    assert tile_for(64, 256, one, *card) == Tile(16, 32, 4, 8, True, 128)
-    assert tile_for(64, 512, one, *card) == Tile(16, 16, 4, 32, True, 128)
-    assert tile_for(1024, 256, one, *card) == Tile(64, 32, 16, 8, True, 128)  # more sequences in a program, so that all run at once
-    assert tile_for(128, 512, one, *card) == Tile(32, 16, 4, 32, True, 128)
-    assert tile_for(64, 256, one * 2, *card) == Tile(16, 16, 4, 16, True, 128)
-    assert tile_for(64, 1024, one, *card) == Tile(16, 32, 4, 32, False, 128)  # weights that no registers hold
-    assert tile_for(64, 256, [(1, 4)], *card) == Tile(16, 32, 4, 8, False, 128)  # gates
-    assert tile_for(64, 256, [(1, 4)], 108, 163 << 10) == Tile(16, 32, 4, 8, False, 64)  # shared memory holds no more
-    assert tile_for(64, 256, [], *card) == Tile(16, 32, 4, 8, True, 128)
-    for sequences, width in ((64, 2048), (16384, 256)):
+    def cut(sequences, width, products, processors=132, shared=227 << 10, parts=3):
+        return tile_for(sequences, width, products, processors, shared, parts=parts)
+
+    one = [(1, 1)]
+    assert cut(64, 256, one) == Tile(16, 32, 4, 8, True, 256)
+    assert cut(64, 512, one) == Tile(16, 32, 4, 16, True, 256)
+    assert cut(1024, 256, one) == Tile(32, 64, 32, 4, True, 128)  # more sequences in a program, so that all run at once
+    assert cut(256, 512, one) == Tile(16, 64, 16, 8, True, 128)
+    assert cut(64, 256, one * 2) == Tile(16, 32, 4, 8, True, 256)
+    assert cut(256, 1024, one) == Tile(32, 64, 8, 16, False, 128)  # weights that no program holds
+    assert cut(256, 1024, one, parts=1) == Tile(32, 64, 8, 16, True, 128)
+    assert cut(64, 256, [(1, 4)]) == Tile(16, 32, 4, 8, False, 64)  # gates
+    assert cut(64, 256, [(1, 4)], 108, 99 << 10) == Tile(16, 32, 4, 8, False, 32)  # shared memory holds no more
+    assert cut(64, 256, []) == Tile(16, 32, 4, 8, True, 256)
+    assert cut(64, 100, one) == Tile(16, 128, 4, 1, True, 128, alone=True)
+    for sequences, width in ((64, 4096), (16384, 256)):
         with pytest.raises(CannotWalk, match="more than this GPU runs at once"):
-            tile_for(sequences, width, one, *card)
+            cut(sequences, width, one)
 
 
 def summed_up(x, v, w):

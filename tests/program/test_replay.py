@@ -4,17 +4,23 @@ import pytest
 import torch
 from helpers import on_cpu
 
-from flexsn._program.replay import Notes, layouts
+from flexsn._program.replay import Kinds, Notes, layouts
+from flexsn._runtime.launch import as_one, repeats_nothing
 
 pytestmark = on_cpu
 
 
 def noted(function, *given):
-    """What `function` returns and hands to a kernel, which does nothing; its replay."""
+    """The replay of what `function` returns, and what a kernel that does nothing was handed."""
     ran = []
     with Notes(given) as notes:
-        returned, taken = function(notes.fresh, *given)
-    return notes.replay(taken, ran.append, returned), ran
+        returned, taken = function(fresh, *given)
+        as_one(lambda taken: ran.append(list(taken)), taken, addresses=True)
+    return notes.replay(returned), ran
+
+
+def fresh(make):
+    return as_one(lambda _: make(), ())
 
 
 def views(fresh, x, y):
@@ -34,9 +40,9 @@ def test_ops_run_again_on_other_tensors():
     found = replay([x, y])
     for a, b in zip(found, want, strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride()
-    for a, b in zip(ran[0], taken, strict=True):
+    for a, b in zip(ran[1], taken, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
-    assert ran[0][1].data_ptr() == x.data_ptr()
+    assert ran[1][1].data_ptr() == x.data_ptr()
 
 
 def test_what_nothing_needs_is_left_out():
@@ -46,7 +52,7 @@ def test_what_nothing_needs_is_left_out():
         return [x * 2.0], []
 
     replay, _ = noted(function, torch.ones(3))
-    assert len(replay.steps) == 1
+    assert [step.func for step in replay.steps if step.writes is not None] == [torch.ops.aten.mul.Tensor]
 
 
 def test_a_kernel_takes_what_a_view_was_made_of():
@@ -58,7 +64,7 @@ def test_a_kernel_takes_what_a_view_was_made_of():
     replay, ran = noted(function, torch.ones(3, 2))
     given = torch.rand(3, 2)
     replay([given])
-    assert ran[0][0] is given and ran[0][1].data_ptr() == given[1:].data_ptr()
+    assert ran[1][0] is given and ran[1][1].data_ptr() == given[1:].data_ptr()
 
 
 def test_a_tensor_from_elsewhere_is_not_taken_for_one_of_the_call():
@@ -74,6 +80,85 @@ def test_layouts_tell_which_tensors_share_memory():
     for others in ([x, x, None], [x, y[:2], None], [x, y, x], [x.double(), y, None], [x, y.expand(3, 4), None]):
         assert layouts(others) != layouts([x, y, None])
     assert layouts([x, x[1:3]]) != layouts([x, x[:2]])
+
+
+def test_views_that_change_nothing_are_left_out():
+    """As `detach`; but what is returned is another tensor than what was given."""
+    replay, _ = noted(lambda fresh, x: ([x.detach().view(2, 3).unsqueeze(0).squeeze(0), x.t() + 1.0], []), torch.ones(2, 3))
+    x = torch.rand(2, 3, requires_grad=True)
+    same, other = replay([x])
+    assert same is not x and same.data_ptr() == x.data_ptr() and not same.requires_grad and torch.equal(other, x.t() + 1.0)
+    assert [getattr(step.func, "__name__", "kernel") for step in replay.steps] == ["t.default", "add.Tensor", "detach"]
+
+
+def test_what_is_written_to_what_was_given_stays():
+    replay, _ = noted(lambda fresh, x, count: ([x * 2.0], [count.add_(1)]), torch.ones(2), torch.zeros(()))
+    count = torch.tensor(3.0)
+    replay([torch.ones(2), count])
+    assert count == 4
+
+
+def test_launches_are_ops():
+    """What one writes is read by an op, and what an op writes by it."""
+
+    def kernel(tensors):
+        x, out, _ = tensors
+        out.copy_(x * 10.0)
+
+    def function(x):
+        out = torch.empty(3)
+        as_one(kernel, [x + 1.0, out, None])
+        return [out[1:] * 2.0, *as_one(lambda given: [given[0].sum(), given[0].exp()], [out])]
+
+    x = torch.ones(3)
+    with Notes([x]) as notes:
+        returned = function(x)
+    replay = notes.replay(returned)
+    for a, b in zip(replay([torch.arange(3.0)]), function(torch.arange(3.0)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_long_is_not_noted():
+    x = torch.ones(3)
+    with Notes([x]) as notes:
+        y = x + 1.0
+        repeats_nothing("it is long")
+        y = as_one(lambda given: given[0] * 2.0, [y]) + x
+    assert notes.replay([y]) is None and notes.strange == "it is long" and not notes.values
+
+
+def test_kinds_note_the_second_call():
+    """The first one that is told to take part in another one's notes runs for these."""
+    kinds, ran = Kinds(), []
+
+    def double(x):
+        def work():
+            ran.append(x)
+            return [x * 2.0], "beside"
+
+        return kinds.run(("double",), [x], work)
+
+    for n in range(4):
+        (y,), beside = double(torch.full((2,), float(n)))
+        assert y.tolist() == [2.0 * n] * 2 and beside == "beside"
+    assert len(ran) == 2
+    x = torch.ones(2)
+    with Notes([x]) as notes:
+        (y,), _ = double(x)
+    assert len(ran) == 3 and notes.replay([y])([torch.full((2,), 5.0)])[0].tolist() == [10.0] * 2
+
+
+def test_kinds_that_are_refused_stay_so():
+    kinds, ran = Kinds(), []
+
+    def work():
+        ran.append(1)
+        raise ValueError("not this one")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="not this one"):
+            kinds.run((), [torch.ones(1)], work, ValueError)
+    assert len(ran) == 1
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

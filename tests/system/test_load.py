@@ -24,7 +24,7 @@ from flexsn._operator import fallback
 from flexsn._operator.mixing import cut
 from flexsn._program import cache as caching
 from flexsn._runtime import cpp_kernel as launch_cpp
-from flexsn._runtime import triton_kernel as launch_triton
+from flexsn._runtime.triton import kernel as launch_triton
 
 MiB = 1 << 20
 

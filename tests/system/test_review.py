@@ -264,8 +264,8 @@ def test_interpreted_kernels_in_threads():
 def test_a_failed_build_is_reported_and_tried_again():
     from concurrent.futures import Future
 
-    from flexsn._runtime.triton_kernel import Kernel
-    from flexsn._runtime.triton_tiles import Tile
+    from flexsn._runtime.triton.kernel import Kernel
+    from flexsn._runtime.triton.tiles import Tile
 
     kernel, tile, failed = Kernel.__new__(Kernel), Tile(64, 2, True), Future()
     failed.set_exception(flexsn.errors.BuildError("no"))
@@ -277,8 +277,8 @@ def test_a_failed_build_is_reported_and_tried_again():
 
 
 def test_a_build_that_failed_ahead_of_its_call_is_tried_again(monkeypatch):
-    from flexsn._runtime import triton_kernel as launch_triton
-    from flexsn._runtime import triton_tiles
+    from flexsn._runtime.triton import kernel as launch_triton
+    from flexsn._runtime.triton import tiles as triton_tiles
 
     tried, kernel = [], launch_triton.Kernel.__new__(launch_triton.Kernel)
     kernel._builds, kernel._unasked = {}, set()

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..._plan.plan import KernelPlan
 from ..._runtime.cpp_kernel import Kernel, load, start
 from ..._runtime.fork import num_threads
+from ..._runtime.launch import as_one
 
 GRAIN = 16384  # neuron-steps that are worth a second thread
 DTYPES = {torch.float32: "float", torch.float64: "double"}
@@ -53,6 +54,10 @@ def outer(first: Tensor, rest: Tensor, grads: Tensor) -> Tensor | None:
     name = DTYPES.get(first.dtype)
     if name is None or first.device.type != "cpu" or rest.dtype is not first.dtype:
         return None
+    return as_one(lambda rows: _outer(name, *rows), (first, rest, grads))
+
+
+def _outer(name: str, first: Tensor, rest: Tensor, grads: Tensor) -> Tensor:
     few = mostly_zero(rest) and bool(grads.sum().isfinite())  # else zero times one of them is not zero
     first, rest, grads = first.contiguous(), rest.contiguous(), grads.contiguous()
     out = first.new_empty((first.shape[1], grads.shape[1]))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-import operator
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ..._ir.roles import Kind, Role
-from ..._program.replay import Fresh, Launcher
 from ..._runtime import cpp_kernel
 from ..._runtime.fork import num_threads
-from ..._runtime.launch import Launch
+from ..._runtime.launch import Launch, as_one
 from ..._runtime.memory import allocator, dense_strides
 from ..._torch.tensors import has_storage
 from ..._torch.transforms import has_tangent, is_plain
@@ -74,6 +72,15 @@ class Array:
         return (0, 0, AT) if self.param else (t.stride(0) * size if t.shape[0] > 1 else 0, t.stride(1) * size, self.kind)
 
 
+Launcher = Callable[[Sequence[Tensor | None]], None]  # runs a kernel over the tensors that it takes
+
+
+def fresh(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor with memory of its own."""
+    allocate = allocator(device, shape, dense_strides(shape), dtype)
+    return as_one(lambda _: allocate(), ())
+
+
 class Rows:
     """Where the values of a walk lie.
 
@@ -82,7 +89,6 @@ class Rows:
         lead: dims of a step before the last one.
         dtype: of all that ops but kernels take.
         unit: the width of states.
-        fresh: calls what allocates a tensor.
 
     Attributes:
         takes_autocast: whether products may follow autocast.
@@ -91,14 +97,19 @@ class Rows:
     array: type[Array] = Array
     takes_autocast = False
 
-    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, device: torch.device, unit: int, fresh: Fresh = operator.call):
-        self.T, self.lead, self.dtype, self.device, self.unit, self.fresh = T, tuple(lead), dtype, device, unit, fresh
+    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, device: torch.device, unit: int):
+        self.T, self.lead, self.dtype, self.device, self.unit = T, tuple(lead), dtype, device, unit
         self.sequences = math.prod(lead)
 
     def new(self, width: int, rows: int, dtype: torch.dtype | None = None) -> Array:
         """Return an array with memory of its own; on a CPU that which earlier ones left, if it is large."""
         shape = rows, self.sequences, width
-        return self.array(self.fresh(allocator(self.device, shape, dense_strides(shape), dtype or self.dtype)))
+        return self.array(fresh(self.device, shape, dtype or self.dtype))
+
+    def launch(self, *, back: bool) -> None:
+        """Run the ops at every step, or `back` from the last one."""
+        taken, run = self.kernel_of(back=back)
+        as_one(run, taken, addresses=True)
 
     def kernel_of(self, *, back: bool) -> tuple[list[Tensor | None], Launcher]:
         """Return the tensors that the kernel of the walk takes, and what runs it over such tensors."""
@@ -116,8 +127,12 @@ class Rows:
     def turns(self, row: Tensor, slot: int) -> Array:
         """Return two rows that take turns, the one in `slot` as given."""
         made = self.new(row.shape[-1], 2, row.dtype)
-        made.tensor[slot] = row.reshape(made.tensor[slot].shape)
+        made.tensor[slot].copy_(row.reshape(made.tensor.shape[1:]))
         return self.array(made.tensor, SLOT)
+
+    def turns_of_zeros(self, like: Tensor) -> Array:
+        """Return two rows that take turns, of zeros."""
+        return self.array(torch.zeros((2, self.sequences, like.shape[-1]), dtype=like.dtype, device=self.device), SLOT)
 
     def shaped(self, array: Tensor) -> Tensor:
         """Return rows as `[*, *step]`."""
@@ -127,8 +142,8 @@ class Rows:
 class Walk(Rows):
     """A list of ops, written one after the other; arguments as of `Rows`."""
 
-    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, unit: int, fresh: Fresh = operator.call):
-        super().__init__(T, lead, dtype, torch.device("cpu"), unit, fresh)
+    def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, unit: int):
+        super().__init__(T, lead, dtype, torch.device("cpu"), unit)
         self.arrays: list[Array] = []
         self.ops: list[list[int]] = []
         self.pointers: list[Tensor | tuple[int, Any]] = []  # or an address, and what keeps it good

@@ -101,7 +101,7 @@ def _play(
     rest = states | loop.fixed_tensors()
     kinds: list[tuple] = [(key, t.shape[1:], t.dtype) for key, t in sequences.items()]
     kinds += [(key, t.shape, t.dtype, t.stride(), t.requires_grad) for key, t in rest.items()]
-    key = (given.look.wrap.pieces.index(loop.piece), *kind, given.backend, given.autocast, loop.device, *_switches(), *kinds)
+    key = (loop.number, *kind, given.backend, given.autocast, loop.device, *_switches(), *kinds)
     known = given.look.over_parts.setdefault("graphs", {})
     if (walks := known.get(key)) is None:
         if len(known) >= _KINDS:

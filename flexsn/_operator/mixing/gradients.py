@@ -14,16 +14,24 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from ..._capture.signature import core_name
+from ..._program.replay import Kinds
 from ..._runtime import fork
-from ..._torch.autograd import pulled_back
 from ..._torch.tensors import has_storage
 from ..._torch.transforms import is_plain
 from ...errors import DoubleBackwardError
-from ..autograd import run_call
+from ..call import Call
 from .mixing_calls import MixingFunction, Place
-from .recurrence import IN_CACHE, Loop
+from .recurrence import IN_CACHE, Loop, OneStep
 
 _OF_WEIGHT = {torch.conv1d: conv1d_weight, torch.conv2d: conv2d_weight, torch.conv3d: conv3d_weight}
+
+
+class Ran(NamedTuple):
+    """A segment that ran over whole sequences; `saved`: operands as kernels take them, and checkpoints."""
+
+    step: OneStep
+    call: Call
+    saved: list[Tensor | None]
 
 
 class Whole(NamedTuple):
@@ -33,6 +41,7 @@ class Whole(NamedTuple):
         gives, finals, trail: what its last segments give to other pieces; final states; states after every step.
         mixed: results of mixing calls.
         asked: operands of the mixing calls that are computed.
+        ran: its segments.
     """
 
     gives: dict[Place, Tensor]
@@ -40,6 +49,7 @@ class Whole(NamedTuple):
     trail: dict[int, Tensor]
     mixed: dict[Place, Tensor]
     asked: dict[Place, Tensor]
+    ran: list[Ran]
 
 
 class Operands(NamedTuple):
@@ -62,22 +72,28 @@ class Operands(NamedTuple):
         return Operands(*groups)
 
 
-def over_whole(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor]) -> Whole:
+def over_whole(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor], *, trains: bool = False) -> Whole:
     """Run the segments over whole sequences.
 
     Args:
         kept: what a walk kept, see `Loop.kept`.
+        trains: whether gradients are to be found, of operands that require them.
     """
     rows, mixed = {**operands.known, **kept}, {p: kept[p] for p in loop.mixed if p in kept}
-    found = Whole({}, {}, {}, mixed, {})
+    found = Whole({}, {}, {}, mixed, {}, [])
     for stage, steps in zip(loop.piece.stages, loop.steps, strict=True):
         for step in steps:
             states = [operands.states[k] for k in step.segment.states]
-            call, given = step.over_time(rows, states, list(operands.params.values()), operands.captured)
-            finals, trail, outputs = run_call(call, given)
-            found.finals.update(zip(step.segment.states, finals, strict=True))
-            found.trail.update(zip(step.segment.states, trail, strict=True))
-            (found.gives if stage is loop.piece.stages[-1] else found.asked).update(zip(step.segment.gives, outputs, strict=True))
+            with torch.set_grad_enabled(trains):
+                call, given = step.over_time(rows, states, list(operands.params.values()), operands.captured)
+            with torch.no_grad():
+                laid_out = call.laid_out(given)
+                results = call.forward(laid_out)
+            (outs, ends), shown = call.bounds, len(call.results)
+            found.finals.update(zip(step.segment.states, results[outs:ends], strict=True))
+            found.trail.update(zip(step.segment.states, results[ends:shown], strict=True))
+            (found.gives if stage is loop.piece.stages[-1] else found.asked).update(zip(step.segment.gives, results[:outs], strict=True))
+            found.ran.append(Ran(step, call, [*laid_out, *results[shown:]]))
         for j in sorted(loop.views.intersection(stage.calls)):
             given = [(found.asked[p] if p in found.asked else rows[p]).detach() for p in loop.mixing[j].operands]
             views = dict(zip(loop.results_of[j], loop.mix[j].over_time(given, [t.detach() for t in loop.mix[j].fixed]), strict=True))
@@ -113,7 +129,7 @@ def differentiable(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor],
     groups: list[Any] = []
     results = iter(_Recurrence.apply(loop, operands, kept, walked, shared, groups, *operands.tensors, *fixed))
     gives, finals, trail, mixed = [{key: next(results) for key in group} for group in groups]
-    return Whole(gives, finals, trail, mixed, {})
+    return Whole(gives, finals, trail, mixed, {}, [])
 
 
 class _Recurrence(torch.autograd.Function):
@@ -124,14 +140,13 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, loop: Loop, operands: Operands, kept: Mapping[Place, Tensor], walked: Whole | None, shared: Sequence[Place],
         groups: list[Any], *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.loop, ctx.like, ctx.kept, ctx.made = loop, operands.of([None] * len(operands.tensors)), list(kept), None
+        ctx.loop, ctx.like, ctx.kept = loop, operands.of([None] * len(operands.tensors)), tuple(kept)
         if walked is None:
-            ctx.made = _with_graph(loop, operands, ctx.needs_input_grad[6:], kept)
-            walked = ctx.made[1]
+            walked = over_whole(loop, operands, kept)
         loop.known = {}  # of which the saved tensors are
         mixed = {p: walked.mixed[p] for p in shared}
-        groups += [list(group) for group in (walked.gives, walked.finals, walked.trail, mixed)]
-        ctx.groups = groups
+        groups += [tuple(group) for group in (walked.gives, walked.finals, walked.trail, mixed)]
+        ctx.groups = tuple(groups)
         ctx.save_for_backward(*tensors, *kept.values())
         ctx.set_materialize_grads(False)
         return tuple([t.detach() for group in (walked.gives, walked.finals, walked.trail, mixed) for t in group.values()])
@@ -143,50 +158,68 @@ class _Recurrence(torch.autograd.Function):
                 "mixes neurons, and its backward is differentiated (`create_graph=True`), or takes batched cotangents",
                 core=core_name(ctx.loop.given.core), hint='Only the eager loop does that: `backend="torch"`.',
             )  # fmt: skip
+        loop, saved, needs = ctx.loop, ctx.saved_tensors, ctx.needs_input_grad[6:]  # raises if one was written to since
+        grads = tuple([None if g is None else g.resolve_neg() for g in grads])
+
+        def pulled() -> tuple[list[Tensor], list[bool]]:
+            found = _pulled(ctx, saved, needs, grads)
+            return [g for g in found if g is not None], [g is not None for g in found]
+
+        kinds = loop.given.look.over_parts.setdefault("pulled", Kinds())
         with fork.undisturbed():
-            return *[None] * 6, *_pulled(ctx, grads)
+            found, there = kinds.run((*loop.kind, needs, ctx.kept, ctx.groups), [*saved, *grads], pulled)
+        given = iter(found)
+        return *[None] * 6, *[next(given) if is_there else None for is_there in there]
 
 
-def _with_graph(loop: Loop, operands: Operands, needs: Sequence[bool], kept: Mapping[Place, Tensor]) -> tuple[Operands, Whole]:
-    """Return leaves of autograd in the place of operands, and what the segments make of them."""
-    leaves = operands.of([t.detach().requires_grad_(need) for t, need in zip(operands.tensors, needs, strict=False)])
-    with torch.enable_grad():
-        return leaves, over_whole(loop, leaves, kept)
-
-
-def _pulled(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of the operands, and of the fixed tensors of mixing calls."""
+def _pulled(ctx: Any, saved: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of the operands, and of the fixed tensors of mixing calls, as far as they are needed."""
     loop: Loop = ctx.loop
-    saved, needs, count = ctx.saved_tensors, ctx.needs_input_grad[6:], len(ctx.like.tensors)  # raises if one was written to since
-    operands, kept = ctx.like.of(saved[:count]), dict(zip(ctx.kept, saved[len(saved) - len(ctx.kept) :], strict=True))
+    count = len(ctx.like.tensors)
+    kept = dict(zip(ctx.kept, saved[len(saved) - len(ctx.kept) :], strict=True))
+    leaves = ctx.like.of([t.detach().requires_grad_(need) for t, need in zip(saved[:count], needs, strict=False)])
     fixed, fixed_needs = iter(saved[count:]), iter(needs[count:])
     loop.of_fixed.clear()
-    loop.known = {p: t.detach() for p, t in operands.known.items()}
+    loop.known = {p: t.detach() for p, t in leaves.known.items()}
     for j in loop.piece.calls:
         loop.mix[j].fixed = [next(fixed) for _ in loop.mix[j].fixed]
         loop.needs[j] = [next(fixed_needs) for _ in loop.mix[j].fixed]
-    leaves, whole = ctx.made or _with_graph(loop, operands, needs, kept)
-    given = iter(grads)
+    whole, given = over_whole(loop, leaves, kept, trains=True), iter(grads)
     of_gives, of_finals, of_trail, of_mixed = [{key: next(given) for key in group} for group in ctx.groups]
     of_trail = {k: of_trail.get(k) for k in whole.trail}
-    computed = {key: t.detach() for group in (whole.asked, whole.mixed, kept) for key, t in group.items()}
-    trail = {k: t.detach() for k, t in whole.trail.items()}
-    found, fed = loop.backward(computed, trail, of_gives | of_mixed, of_finals, of_trail) if loop.T else ({}, {})
-    _pull_fixed(loop, computed, trail, found)
+    computed = {**whole.asked, **whole.mixed, **kept}
+    found, fed = loop.backward(computed, whole.trail, of_gives | of_mixed, of_finals, of_trail) if loop.T else ({}, {})
+    _pull_fixed(loop, computed, whole.trail, found)
     for k, by in fed.items():
         of_trail[k] = by[1:] if (g := of_trail[k]) is None else g + by[1:]
-    results: list[Any] = [(whole.gives, of_gives), (whole.finals, of_finals), (whole.trail, of_trail), (whole.asked, found)]
-    ys = [(y, g) for group, of in results for key, y in group.items() if y.requires_grad and (g := of.get(key)) is not None]
-    asked = [t for t in leaves.tensors if t.requires_grad]
-    pulled = iter(
-        pulled_back([y for y, _ in ys], [g for _, g in ys], asked, retain_graph=ctx.made is not None)
-        if ys and asked else [None] * len(asked)
-    )  # fmt: skip
-    of_leaves: dict[str, Any] = leaves.of([next(pulled) if t.requires_grad else None for t in leaves.tensors])._asdict()
-    for name, more in (("states", {k: by[0] for k, by in fed.items()}), ("known", {p: found.get(p) for p in loop.outer})):
-        for key, g in more.items():
-            of_leaves[name][key] = _sum(of_leaves[name][key], g)
-    return [*[g for group in of_leaves.values() for g in group.values()], *_of_fixed(loop, trail, computed, found)]
+    of_leaves = _of_segments(whole.ran, of_gives | found, of_finals, of_trail)
+    for key, g in (*[(("v", k, 0), by[0]) for k, by in fed.items()], *[(p, found.get(p)) for p in loop.outer]):
+        of_leaves[key] = _sum(of_leaves.get(key), g)
+    places = [*leaves.known, *[("v", k, 0) for k in leaves.states], *[("param", n) for n in leaves.params], *leaves.captured]
+    own = [of_leaves.get(key) if need else None for key, need in zip(places, needs, strict=False)]
+    loop.known = {}
+    return [*own, *_of_fixed(loop, whole.trail, computed, found)]
+
+
+def _of_segments(ran: Sequence[Ran], *of: Mapping[Any, Tensor | None]) -> dict[Any, Tensor | None]:
+    """Return the gradients of what segments took: of sequences and states by place, params by number, captured tensors by name.
+
+    Args:
+        of: cotangents of what they gave, by place; of final states, and of states after every step, by number.
+    """
+    found: dict[Any, Tensor | None] = {}
+    for step, call, saved in ran:
+        segment = step.segment
+        grads = [of[0].get(p) for p in segment.gives] + [group.get(k) for group in of[1:] for k in segment.states]
+        grads = [None if g is None or (call.constant and call.constant[n]) else g for n, g in enumerate(grads)]
+        if not call.differentiable or all(g is None for g in grads):
+            continue
+        back = call.backward_for((False, *call.needs), [type(None) if g is None else Tensor for g in grads])
+        params = [("param", n) for n in range(len(step.given.params))]
+        own = (*segment.takes, *[("v", k, 0) for k in segment.states], *params, *call.captured)
+        for key, g in zip(own, call.backward(back, saved, grads, call.order), strict=True):
+            found[key] = _sum(found.get(key), g)
+    return found
 
 
 def _pull_fixed(loop: Loop, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor], flows: Mapping[Place, Tensor]) -> None:

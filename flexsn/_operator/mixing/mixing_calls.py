@@ -280,6 +280,11 @@ _OPTIONS = "stride", "padding", "dilation", "groups"
 _BY_WEIGHTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
 
+def calls_are_known(known: Mapping[Any, Any], autocast: torch.dtype | None) -> bool:
+    """Return whether `mixing_functions` runs no core."""
+    return ("functions", autocast) in known
+
+
 def mixing_functions(
     known: dict[Any, Any], tensors: Mapping[Any, Tensor], autocast: torch.dtype | None, found: Callable[[], list[MixingFunction]]
 ) -> list[MixingFunction]:  # fmt: skip

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from ..._captured.captured_values import CapturedValues
+from ..._runtime.launch import repeats_nothing
 from ..._torch.autograd import saved_tensors_hooks_there
+from ..._torch.fake_tensors import disable_modes
 from ..._torch.tensors import has_storage
 from ..call import Backward, Call
 from ..prepare import CoreCall, prepare
 from . import gpu_loop, walks
-from .cut import Cut, Recurrence
+from .cut import Recurrence
 from .mixing_calls import Graph, MixingFunction, Place, Segment
 
 Rows = dict[Place, Tensor]  # of one step, `[1, ...]`
@@ -54,6 +56,7 @@ class Given(NamedTuple):
 
 
 _MOST_STEPS = 64
+_LONG = "walks in Python, and in CUDA graphs, are long"
 IN_CACHE = 1 << 16  # values that a convolution's gradient goes through at a time, on a CPU: more is slower
 
 
@@ -62,11 +65,12 @@ class OneStep:
 
     Args:
         own: what it takes that the walk computes: it has gradients of that, and of states.
+        fed: states that a mixing call, or a segment beside its own, takes.
         captured: tensors as they are now: `functional_call` exchanges them before the backward.
     """
 
-    def __init__(self, given: Given, segment: Segment, own: set[Place], captured: Mapping[str, Tensor]):
-        self.given, self.segment, self.look, self.captured = given, segment, given.look_at(segment), captured
+    def __init__(self, given: Given, segment: Segment, own: set[Place], fed: set[int], captured: Mapping[str, Tensor]):
+        self.given, self.segment, self.look, self.fed, self.captured = given, segment, given.look_at(segment), fed, captured
         self.own = [p in own for p in segment.takes]
         self.calls: dict[bool, tuple[Call, list[Tensor]]] = {}
         self.how: dict[tuple[type, ...], Any] = {}  # by which cotangents there are
@@ -86,8 +90,9 @@ class OneStep:
             for tensor in [*[t for t, own in zip(takes, self.own, strict=True) if own], *states] if trains else ():
                 tensor.requires_grad_(tensor.is_floating_point())
             self._make_room()
-            with torch.set_grad_enabled(trains):
-                call = self.look.over_parts[key] = prepare(self.asked(takes, states, given.params, self.captured, trains))
+            expects = [True] * (len(segment.gives) + len(states)) + [False] * len(states) if takes[0].device.type == "cpu" else ()
+            with torch.set_grad_enabled(trains):  # a GPU builds the whole walk
+                call = self.look.over_parts[key] = self.prepared(takes, states, given.params, self.captured, trains, expects)
         self.calls[trains] = call, [*[p.detach() for p in given.params], *[self.captured[name].detach() for name in call.captured]]
         return self.calls[trains]
 
@@ -101,18 +106,26 @@ class OneStep:
         call = self.look.over_parts.get(key)
         if call is None:
             self._make_room()
-            call = self.look.over_parts[key] = prepare(self.asked(takes, states, params, captured, True))
+            of_states = [False] * len(states) + [k in self.fed for k in self.segment.states]
+            expects = [True] * len(self.segment.gives) + of_states
+            call = self.look.over_parts[key] = self.prepared(takes, states, params, captured, True, expects)
         return call, [*takes, *states, *params, *[captured[name] for name in call.captured]]
 
-    def asked(
-        self, takes: list[Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: Mapping[str, Tensor], sequences: bool
-    ) -> CoreCall:
-        """Return a call of the segment."""
+    def prepared(
+        self, takes: list[Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: Mapping[str, Tensor], sequences: bool,
+        expects: Sequence[bool],
+    ) -> Call:  # fmt: skip
+        """Return a call of the segment; `expects`: as `Call` has it."""
         given, segment = self.given, self.segment
-        return CoreCall(
+        asked = CoreCall(
             given.core, self.look, segment.signature, takes, states, params, dict(captured), len(segment.gives), given.backend,
             sequences=sequences,
         )  # fmt: skip
+        with disable_modes():  # of which none is the user's: what notes ops has nothing to note here
+            call = prepare(asked, build=False)
+            call.expects = expects
+            call.compile([*takes, *states, *params, *[captured[name] for name in call.captured]])
+        return call
 
     def _make_room(self) -> None:
         if len(self.look.over_parts) >= _MOST_STEPS:
@@ -160,8 +173,7 @@ class Loop:
         known: sequences `[T, ...]` that the recurrence takes.
         states: at the start, by number.
         mix: mixing calls, by number.
-        without_graph: convolutions that keep no graph of autograd, and whose fixed tensors have their gradients after the walk back, of all
-            steps at once. Not large ones on a CPU, where that is slower.
+        without_graph: convolutions without graphs of autograd, whose weights have gradients of all steps at once. On a CPU no large ones.
     """
 
     def __init__(
@@ -170,11 +182,15 @@ class Loop:
     ):  # fmt: skip
         cut = given.look.wrap
         self.given, self.piece, self.T, self.mixing, self.mix, self.captured = given, piece, T, cut.mixing, mix, captured
+        self.number = cut.pieces.index(piece)  # of the piece
         self.known = {p: t.detach() for p, t in known.items()}
         self.start = {k: v.detach() for k, v in states.items()}
         self.results_of = {j: [("m", j, i) for i in range(len(cut.mixing[j].results))] for j in piece.calls}
         own = {("v", k, 0) for k in states} | {p for places in self.results_of.values() for p in places}
-        self.steps = [[OneStep(given, segment, own, captured) for segment in stage.segments] for stage in piece.stages]
+        taken = [p for j in piece.calls for p in cut.mixing[j].operands]
+        taken += [p for stage in piece.stages for segment in stage.segments for p in segment.takes]
+        fed = {k for kind, k, _ in taken if kind == "v"}
+        self.steps = [[OneStep(given, segment, own, fed, captured) for segment in stage.segments] for stage in piece.stages]
         self.gives = [p for step in self.steps[-1] for p in step.segment.gives]
         self.asked = [p for steps in self.steps[:-1] for step in steps for p in step.segment.gives]
         self.mixed = [p for places in self.results_of.values() for p in places]
@@ -187,10 +203,9 @@ class Loop:
         self.without_graph = {j for j in piece.calls if j not in large and mix[j].convolution is not None}
 
     @property
-    def number(self) -> int:
-        """Which of the pieces of the cut it is."""
-        cut: Cut = self.given.look.wrap
-        return cut.pieces.index(self.piece)
+    def kind(self) -> tuple:
+        """What of a call its tensors do not tell."""
+        return self.number, self.T, self.given.backend, self.given.autocast, self.device
 
     def note(self, how: str) -> None:
         """Note how the loop over time ran, for `explain`."""
@@ -249,7 +264,10 @@ class Loop:
             keeps: whether it also returns what its segments then take: the results of its mixing calls but for those that are views, and
                 states before every step.
         """
-        return walks.forward(self, keeps=keeps) or gpu_loop.forward(self, keeps=keeps) or self.walk(keeps=keeps)
+        if (walked := walks.forward(self, keeps=keeps)) is not None:
+            return walked
+        repeats_nothing(_LONG)
+        return gpu_loop.forward(self, keeps=keeps) or self.walk(keeps=keeps)
 
     def walk(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
         """Walk over time in Python, as `forward` does."""
@@ -301,9 +319,11 @@ class Loop:
             Cotangents of operands that are computed, of those of other pieces, and of results of products; and what flows to states at the
             start of a step by way of mixing calls, and of segments that take them, `[T + 1, ...]`: at the last one, nothing.
         """
-        for loop in (walks, gpu_loop):
-            if (back := loop.backward(self, computed, trail, grads, ends, trails)) is not None:
-                return back
+        if (back := walks.backward(self, computed, trail, grads, ends, trails)) is not None:
+            return back
+        repeats_nothing(_LONG)
+        if (back := gpu_loop.backward(self, computed, trail, grads, ends, trails)) is not None:
+            return back
         found, fed, _ = self.walk_back(computed, trail, grads, ends, trails)
         return found, fed
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..._ir.graph import HALF
+from ..._program.replay import Kinds
 from ..call import upcast
 from ..eager_loop import result_dtypes
 from .cut import AtOnce, Recurrence, Scan
 from .gradients import Operands, Whole, differentiable, over_whole
-from .mixing_calls import NOTHING, Place, Segment, functions_of_step, mixing_functions
+from .mixing_calls import NOTHING, Place, Segment, calls_are_known, functions_of_step, mixing_functions
 from .recurrence import Given, Loop
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences, outputs
@@ -53,10 +54,30 @@ def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Re
     Returns:
         Final states, state sequences (if asked for), outputs.
     """
-    cut, operands = given.look.wrap, [*given.inputs, *given.states, *given.params]
+    operands = [*given.inputs, *given.states, *given.params]
     if any(t is not None and t.dtype in HALF for t in operands):
         return _as_given(run_mixing(run, _upcast(given), sequences), given)
-    call = _MixingRun(run, given, sequences)
+    captured = given.look.tensors()
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*operands, *captured.values()))
+    known = given.look.over_parts
+    if trains or not calls_are_known(known, given.autocast) or _walks.found is not None or _walks.given is not None:
+        return _of_pieces(_MixingRun(run, given, sequences))
+
+    def work() -> tuple[list[Tensor], None]:
+        finals, trail, outputs = _of_pieces(_MixingRun(run, given, sequences))
+        return [*finals, *trail, *outputs], None
+
+    device, kinds = given.inputs[0].device, known.setdefault("calls", Kinds())
+    what = sequences, given.backend, given.autocast, device, torch.is_inference_mode_enabled()
+    found, _ = kinds.run(what, [*operands, *captured.values()], work)
+    ends = len(given.states)
+    outs = 2 * ends if sequences else ends
+    return found[:ends], found[ends:outs], found[outs:]
+
+
+def _of_pieces(call: _MixingRun) -> Results:
+    """Run a call piece by piece."""
+    given, cut = call.given, call.cut
     for piece in cut.pieces:
         if isinstance(piece, AtOnce):
             call.at_once(piece.call)
@@ -67,7 +88,7 @@ def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Re
     call.known |= {place: call.known[source] for place, source in cut.same}
     numbers = range(len(call.states))
     outputs = [call.known["y", k, 0] for k in range(cut.outputs)]
-    results = [call.finals[k] for k in numbers], [call.trail[k] for k in numbers] if sequences else [], outputs
+    results = [call.finals[k] for k in numbers], [call.trail[k] for k in numbers] if call.sequences else [], outputs
     return results if len(given.inputs[0]) else _of_no_steps(results, given)
 
 
@@ -169,7 +190,7 @@ class _MixingRun:
             found, finals = loop.forward(keeps=trains or beside or _walks.found is not None)
             kept = {p: t for p, t in found.items() if p not in loop.gives}
             if not beside and not (_walks.found is not None and loop.views):
-                walked = Whole({p: found[p] for p in loop.gives}, finals, {}, {}, {})
+                walked = Whole({p: found[p] for p in loop.gives}, finals, {}, {}, {}, [])
         else:
             some = given.inputs[0]
             kept = {p: some.new_empty((0, *m.shape), dtype=m.dtype) for p in loop.mixed for m in [self.cut.mixing[p[1]].results[p[2]]]}

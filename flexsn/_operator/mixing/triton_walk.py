@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,13 +23,11 @@ from torch import Tensor
 from ..._codegen.language import values
 from ..._codegen.triton_walk import WalkSource
 from ..._ir.roles import Kind, Role
-from ..._program.replay import Fresh, Launcher
-from ..._runtime import triton_kernel
 from ..._runtime.launch import Launch
-from ..._runtime.memory import allocator, dense_strides
+from ..._runtime.triton import kernel as triton_kernel
 from ..._torch.cuda import current_stream, triton_launch
 from ..call import Call
-from .cpp_walk import BEFORE, OTHER_SLOT, SLOT, Array, CannotWalk, Rows, static_operands
+from .cpp_walk import BEFORE, OTHER_SLOT, SLOT, Array, CannotWalk, Launcher, Rows, fresh, static_operands
 
 
 @dataclass(eq=False)
@@ -60,10 +58,9 @@ class TritonWalk(Rows):
     array = Columns
 
     def __init__(
-        self, device: torch.device, autocast: torch.dtype | None, T: int, lead: Sequence[int], dtype: torch.dtype, unit: int,
-        fresh: Fresh = operator.call,
+        self, device: torch.device, autocast: torch.dtype | None, T: int, lead: Sequence[int], dtype: torch.dtype, unit: int
     ):  # fmt: skip
-        super().__init__(T, lead, dtype, device, unit, fresh)
+        super().__init__(T, lead, dtype, device, unit)
         self.source, self.takes_autocast = WalkSource(rounds=autocast is not None), autocast is torch.bfloat16
         if dtype is not torch.float32:
             raise CannotWalk("values are not float32")
@@ -143,7 +140,7 @@ class TritonWalk(Rows):
         sources, targets = self.parts_of(source), self.parts_of(target)
         variables = list(map(self.read, sources))
         scratch, w = self.new(3 * source.width, 2, torch.bfloat16).tensor, w.detach().contiguous()
-        parts = self.fresh(allocator(self.device, (3, *w.shape), dense_strides((3, *w.shape)), torch.bfloat16))
+        parts = fresh(self.device, (3, *w.shape), torch.bfloat16)
         biases = [None if bias is None else self.of_part(bias.detach().contiguous(), n) for n in range(len(targets))]
         for part, found in zip(targets, self.source.product(variables, scratch, w, parts, biases), strict=True):
             self.write(part, self.source.sum(self.read(part), found) if adds else found)
@@ -205,10 +202,10 @@ class TritonWalk(Rows):
         taken: list[Tensor | None] = [arguments[n] for n in places]
         others, device = [None if isinstance(value, Tensor) else value for value in arguments], self.device
         products = [(len(p.sources), len(p.found)) for p in source.products]
-        tile = tile_for(self.sequences, width, products, _processors(device), _shared_memory(device))
-        function = _function(source.text("recurrence", back=back, held=tile.held))
+        tile = tile_for(self.sequences, width, products, _processors(device), _shared_memory(device), parts=1 if source.rounds else 3)
+        function = _function(source.text("recurrence", back=back, held=tile.held, alone=tile.alone))
         constants = width, _padded(width), tile.block, tile.rows, tile.columns, tile.parts
-        options: dict[str, Any] = {"num_warps": 4 if tile.rows == _FEWEST else 8, "num_stages": 1 if tile.held else _STAGES}
+        options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if tile.held else _STAGES}
         options |= {"enable_fp_fusion": False, "launch_cooperative_grid": tile.parts > 1}
         sizes = self.T, self.sequences
         built: dict[int, tuple] = {}  # by the number of products, for aligned tensors: what launches, and first arguments
@@ -264,8 +261,9 @@ class Tile(NamedTuple):
     Attributes:
         rows, columns: sequences and columns of a program.
         groups, parts: how many programs there are for either.
-        held: whether a program keeps its columns of the weights in registers; else it reads them at every step.
+        held: whether a program keeps its columns of the weights; else it reads them at every step.
         block: rows of weights that it multiplies with at a time.
+        alone: whether it has all columns, of which none goes through memory then.
     """
 
     rows: int
@@ -274,41 +272,56 @@ class Tile(NamedTuple):
     parts: int
     held: bool
     block: int
+    alone: bool = False
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program."""
+        return 4 if self.rows == _FEWEST and (self.columns <= 32 or not self.held) else 8
 
 
 _FEWEST = 16  # sequences of a program
-_HELD = 1 << 16  # bytes of weights that a program keeps in its registers
+_HELD = 200 << 10  # bytes of weights that a program keeps, at most
 _READ = 1 << 26  # bytes of weights that all programs read at a step, at most: CUDA graphs are faster beyond that
 _STAGES = 3  # blocks of weights that are on their way while one is multiplied with, and that one
+_ALONE = 128  # the widest state of which a program has all columns: of wider ones each has too much to do
+_SHAPES = (16, 32), (16, 64), (32, 32), (32, 64), (64, 32), (64, 16)  # sequences and columns of a program, the fastest first
 
 
-def tile_for(sequences: int, width: int, products: Sequence[tuple[int, int]], processors: int, shared: int) -> Tile:
+def tile_for(sequences: int, width: int, products: Sequence[tuple[int, int]], processors: int, shared: int, *, parts: int) -> Tile:
     """Return how a walk is cut on a GPU of so many multiprocessors, each of which takes one program, as all must run at once.
 
     Args:
         products: how many times as wide as a state what each takes is, and what it gives.
         shared: bytes of shared memory of a multiprocessor.
+        parts: in how many bfloat16 a weight is multiplied.
 
     Raises:
         CannotWalk: there are too many sequences, or columns.
     """
-    padded, groups = _padded(width), -(-sequences // _FEWEST)
-    most = _HELD // (6 * len(products) * padded) if products and set(products) == {(1, 1)} else 0  # columns that can be held
+    padded, size = _padded(width), 2 * parts
+    held = size * padded * len(products) if {*products} <= {(1, 1)} else math.inf  # bytes of a column of the weights
+
+    def cut(rows: int, columns: int, held: bool, block: int) -> Tile:
+        return Tile(rows, columns, -(-sequences // rows), -(-width // columns), held, min(block, padded))
+
+    alone = cut(_FEWEST, padded, True, padded)._replace(alone=True)
+    if padded <= _ALONE and held * padded <= _HELD and (not processors or alone.groups <= processors):
+        return alone
     if not processors:
-        held = padded <= most
-        return Tile(_FEWEST, padded, groups, 1, held, min(128 if held else 16, padded))
-    if most >= _FEWEST or not products:
-        columns = 32 if most >= 32 or not products else 16
-        for rows in (_FEWEST, 2 * _FEWEST, 4 * _FEWEST):
-            found = Tile(rows, columns, -(-sequences // rows), -(-width // columns), True, min(128, padded))
-            if found.groups * found.parts <= processors:
-                return found
-    for columns in (32, 64) if groups * sum(a * b for a, b in products) * width * width * 6 <= _READ else ():
-        found = Tile(_FEWEST, columns, groups, -(-width // columns), False, 128)
-        while found.block > 16 and (_STAGES - 1) * 6 * found.block * (_FEWEST + columns * max(b for _, b in products)) > shared:
+        return cut(_FEWEST, padded, held * padded <= _HELD, 128 if held * padded <= _HELD else 16)
+    for rows, columns in _SHAPES:
+        found = cut(rows, columns, True, 256 if (rows, columns) == _SHAPES[0] else 128)
+        most = min(_HELD, shared - size * rows * found.block)
+        if found.groups * found.parts <= processors and held * columns <= most:
+            return found
+    read = size * sum(a * b for a, b in products) * width * width
+    for rows, columns in _SHAPES[:4]:
+        found = cut(rows, columns, False, 128)
+        while found.block > 16 and (_STAGES - 1) * size * found.block * (rows + columns * max(b for _, b in products)) > 2 * shared // 3:
             found = found._replace(block=found.block // 2)
-        if found.groups * found.parts <= processors:
-            return found._replace(block=min(found.block, padded))
+        if found.groups * found.parts <= processors and found.groups * read <= _READ:
+            return found
     raise CannotWalk(f"{sequences} sequences of {width} neurons are more than this GPU runs at once")
 
 

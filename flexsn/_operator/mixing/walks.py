@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..._ir.roles import Kind, Role
-from ..._program.replay import Fresh, Kinds, Written
+from ..._program.replay import Kinds, Work
 from ..._torch.fake_tensors import disable_modes
 from ..call import Call
 from . import cpp_products, triton_walk
@@ -39,8 +39,8 @@ def forward(loop: Any, *, keeps: bool) -> Walked | None:
     reasons = list[str]()
     for language, make in _walks(loop):
 
-        def walk(fresh: Fresh, make: Callable[..., Any] = make) -> Written:
-            return _Forward(loop, make, fresh, keeps).run()
+        def walk(make: Callable[..., Any] = make) -> tuple[list[Tensor], Any]:
+            return _Forward(loop, make, keeps).run()
 
         found = _run(loop, ("forward", language, keeps), [], walk)
         if not isinstance(found, CannotWalk):
@@ -60,8 +60,8 @@ def backward(
     what = "backward", tuple([p for p, g in grads.items() if g is not None])
     for language, make in _walks(loop):
 
-        def walk(fresh: Fresh, make: Callable[..., Any] = make) -> Written:
-            return _Backward(loop, make, fresh, computed, trail, grads).run(ends, trails)
+        def walk(make: Callable[..., Any] = make) -> tuple[list[Tensor], Any]:
+            return _Backward(loop, make, computed, trail, grads).run(ends, trails)
 
         found = _run(loop, (*what, language), given, walk)
         if not isinstance(found, CannotWalk):
@@ -69,20 +69,17 @@ def backward(
     return None
 
 
-def _run(loop: Any, what: tuple, given: Sequence[Tensor | None], write_down: Callable[[Fresh], Written]) -> Walked | CannotWalk:
+def _run(loop: Any, what: tuple, given: Sequence[Tensor | None], walk: Work) -> Walked | CannotWalk:
     """Return what a walk finds, or why it cannot be.
 
     Args:
         what: of the loop.
         given: tensors that the walk takes beside those of the loop.
-        write_down: does that.
     """
     taken = [*loop.known.values(), *loop.start.values(), *loop.fixed_tensors().values(), *given]
     kinds = loop.given.look.over_parts.setdefault("walks", Kinds())
     try:
-        found, (places, numbers, views) = kinds.run(
-            (loop.number, *what, loop.given.backend, loop.given.autocast, loop.device), taken, write_down, CannotWalk
-        )
+        found, (places, numbers, views) = kinds.run((*loop.kind, *what), taken, walk, CannotWalk)
     except CannotWalk as error:
         return error
     loop.views |= views
@@ -107,13 +104,13 @@ class _Steps:
         totals: of these, sums over neurons, which stand at every place of a row.
     """
 
-    def __init__(self, loop: Any, make: Callable[..., Any], fresh: Fresh):
+    def __init__(self, loop: Any, make: Callable[..., Any]):
         start, metas = next(iter(loop.start.values())), [meta for j in loop.piece.calls for meta in loop.mixing[j].results]
         dtype, lead = metas[0].dtype, start.shape[:-1]
         metas += loop.start.values()
         if dtype not in cpp_products.DTYPES or not start.dim() or any(m.dtype is not dtype or m.shape[:-1] != lead for m in metas):
             raise CannotWalk("values differ in dtype or in dims before the last, or are neither float32 nor float64")
-        self.loop, self.walk, self.rows = loop, make(loop.T, lead, dtype, start.shape[-1], fresh), loop.first_rows()
+        self.loop, self.walk, self.rows = loop, make(loop.T, lead, dtype, start.shape[-1]), loop.first_rows()
         self.values: dict[Place, Array] = {}
         self.totals = list[Place]()
 
@@ -154,8 +151,8 @@ class _Steps:
 class _Forward(_Steps):
     """A walk; `keeps` as `Loop.forward` has it."""
 
-    def __init__(self, loop: Any, make: Callable[..., Any], fresh: Fresh, keeps: bool):
-        super().__init__(loop, make, fresh)
+    def __init__(self, loop: Any, make: Callable[..., Any], keeps: bool):
+        super().__init__(loop, make)
         if loop.device.type == "cpu":
             cpp_products.expect(self.walk.dtype, trains=keeps)
         self.keeps, self.after, self.ends = keeps, dict[int, Array](), dict[int, Tensor]()
@@ -167,18 +164,18 @@ class _Forward(_Steps):
                 two = self.values["v", k, 0] = self.walk.turns(start, 0)
                 self.after[k], self.ends[k] = Array(two.tensor, OTHER_SLOT), two.tensor[loop.T & 1]
 
-    def run(self) -> Written:
+    def run(self) -> tuple[list[Tensor], Any]:
         loop, walk = self.loop, self.walk
         for stage, steps in zip(loop.piece.stages, loop.steps, strict=True):
             for step in steps:
                 self.segment(step)
             for j in stage.calls:
                 self.call(j)
-        kernel = walk.kernel_of(back=False)
+        walk.launch(back=False)
         found = {p: walk.shaped(self.values[p].tensor) for p in (*loop.gives, *(loop.kept if self.keeps else ()))}
         found |= {p: found[p][..., :1] for p in self.totals if p in found}
         ends = [end.reshape(loop.start[k].shape) for k, end in self.ends.items()]
-        return Written([*found.values(), *ends], ([*found], [*self.ends], {*loop.views}), *kernel)
+        return [*found.values(), *ends], ([*found], [*self.ends], {*loop.views})
 
     def segment(self, step: Any) -> None:
         call, statics = step.call(self.rows, trains=False)
@@ -224,10 +221,10 @@ class _Backward(_Steps):
     """
 
     def __init__(
-        self, loop: Any, make: Callable[..., Any], fresh: Fresh, computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor],
+        self, loop: Any, make: Callable[..., Any], computed: Mapping[Place, Tensor], trail: Mapping[int, Tensor],
         grads: Mapping[Place, Tensor | None],
     ):  # fmt: skip
-        super().__init__(loop, make, fresh)
+        super().__init__(loop, make)
         self.computed, self.trail, self.grads = computed, trail, grads
         self.rows |= {p: t[:1] for p, t in computed.items()}
         self.values = {p: self.walk.rows_of(t, t.shape[-1]) for p, t in computed.items()}
@@ -255,13 +252,13 @@ class _Backward(_Steps):
                     self.written[whole] = [range(self.width(whole))]
                 self.flow(p).tensor.add_(self.walk.rows_of(given, given.shape[-1]).tensor)
 
-    def run(self, ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None]) -> Written:
+    def run(self, ends: Mapping[int, Tensor | None], trails: Mapping[int, Tensor | None]) -> tuple[list[Tensor], Any]:
         loop, walk, before, last = self.loop, self.walk, dict[int, Array](), (self.loop.T - 1) & 1
         for step in loop.steps[-1]:
             flow, writes = dict[Role, Array](), dict[Role, Array]()
             for n, k in enumerate(step.segment.states):
                 role = Role(Kind.STATE_GRAD, n)
-                flow[role] = walk.turns(torch.zeros_like(loop.start[k]) if (g := ends[k]) is None else g, last)
+                flow[role] = walk.turns_of_zeros(loop.start[k]) if (g := ends[k]) is None else walk.turns(g, last)
                 before[k] = writes[role] = Array(flow[role].tensor, OTHER_SLOT)
                 if (by := trails[k]) is not None:
                     walk.copy(walk.rows_of(by, by.shape[-1]), flow[role], adds=True)
@@ -281,11 +278,11 @@ class _Backward(_Steps):
         for p, array in self.flows.items():
             if p in self.partly or len(set().union(*self.written.get(p, ()))) < array.width:  # a part has no cotangent
                 array.tensor.zero_()
-        kernel = walk.kernel_of(back=True)
+        walk.launch(back=True)
         taken = [p for p in loop.mixed if loop.mix[p[1]].weights is not None or any(loop.needs[p[1]])]
         found = {p: walk.shaped(self.flow(p).tensor) for p in (*loop.asked, *loop.outer, *taken)}
         flows = [walk.shaped(array.tensor) for array in fed.values()]
-        return Written([*found.values(), *flows], ([*found], [*fed], {*loop.views}), *kernel)
+        return [*found.values(), *flows], ([*found], [*fed], {*loop.views})
 
     def width(self, place: Place) -> int:
         return self.values[place].width if place in self.values else self.loop.known[place].shape[-1]

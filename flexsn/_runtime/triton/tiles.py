@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._ir.roles import Kind
-from .._plan.plan import KernelPlan
+from ..._ir.roles import Kind
+from ..._plan.plan import KernelPlan
 
 
 @dataclass(frozen=True)

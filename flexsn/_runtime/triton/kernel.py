@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._codegen.language import numbers, values
-from .._codegen.triton import render
-from .._codegen.triton_frame import flags, kernel_name, nullable, packed
-from .._codegen.triton_values import COMPUTE, STORAGE
-from .._plan.plan import KernelPlan, chunks
-from .._torch.cuda import current_stream, interpreter_exits, triton_launch
-from ..errors import BackendUnavailableError, BuildError
-from . import triton_passes, triton_tiles
-from .memory import addresses, data_ptr
-from .triton_tiles import Tile
+from ..._codegen.language import numbers, values
+from ..._codegen.triton import render
+from ..._codegen.triton_frame import flags, kernel_name, nullable, packed
+from ..._codegen.triton_values import COMPUTE, STORAGE
+from ..._plan.plan import KernelPlan, chunks
+from ..._torch.cuda import current_stream, interpreter_exits, triton_launch
+from ...errors import BackendUnavailableError, BuildError
+from ..memory import addresses, data_ptr
+from . import passes, tiles
+from .tiles import Tile
 
 _lock = threading.Lock()
 _interpreter = threading.Lock()  # it patches Triton's language while it runs: one thread at a time
@@ -47,7 +47,7 @@ _first: dict[
 
 def _after_fork() -> None:
     """Start anew in a forked child: another thread may have held a lock, and those that build are not there."""
-    for held in (_lock, _interpreter, triton_passes.reading):
+    for held in (_lock, _interpreter, passes.reading):
         held._at_fork_reinit()  # type: ignore[attr-defined]  # as the standard library does
     _builders.cache_clear()
     _later.cache_clear()
@@ -157,7 +157,7 @@ class Kernel:
 
     def tile(self, N: int, index: int, aligned: bool) -> Tile:
         """Return the tile for N neurons on a GPU."""
-        return triton_tiles.tile_for(self.plan, N, _processors(index), aligned)
+        return tiles.tile_for(self.plan, N, _processors(index), aligned)
 
     def expect(self, N: int, index: int, aligned: bool = True) -> Future:
         """Start to build what a call with N neurons on a GPU needs; the first time, then also what calls of any other size need."""
@@ -169,7 +169,7 @@ class Kernel:
 
     def _tiles(self, index: int) -> list[Tile]:
         """Return the tiles that calls of all sizes have."""
-        return [self.tile(N, index, aligned) for N, aligned in triton_tiles.CLASSES]
+        return [self.tile(N, index, aligned) for N, aligned in tiles.CLASSES]
 
     def _expect_others(self, first: Future, index: int) -> None:
         """Build the tiles for other numbers of neurons, and the kernels for other numbers of steps, once `first`, for which somebody
@@ -234,7 +234,7 @@ class Kernel:
         try:
             source = triton.compiler.ASTSource(self.function, dict(zip(self.function.arg_names, kinds, strict=True)), constants, attributes)
             options = {"num_warps": tile.warps, "num_stages": 1, **_AS_EAGER, **({"ptx_options": tile.ptxas} if tile.ptxas else {})}
-            return triton_passes.compile(source, target, options, together=triton_tiles.neighbours(self.plan, tile))
+            return passes.compile(source, target, options, together=tiles.neighbours(self.plan, tile))
         except Exception as error:  # whatever a compiler raises
             raise BuildError(
                 f"Triton failed on `{kernel_name(self.plan)}`: {type(error).__name__}: {str(error)[-2000:]}",
