@@ -1,10 +1,12 @@
 """Recurrent LIF layers: `python benchmarks/recurrent.py --json out.json`, on a GPU with `--device cuda`.
 
 `flexsn.Recurrent(LIF, Linear)` and the same step in a plain loop over `x.unbind(0)` take turns, inference and training steps, at several
-widths and rates of spikes; beside them the layer without the replay of its walks (`_program/replay.py`), and `nn.RNN` (tanh) of the same
+widths and rates of spikes; beside them the layer without the replay of its ops (`_program/replay.py`), and `nn.RNN` (tanh) of the same
 size. In training also the products of dense cotangents by the weights alone, a step at a time, by PyTorch: no backward of such a layer is
-without them. Then a network as for SHD: 700 inputs, 256 recurrent ALIF, 20 outputs, 100 steps, batch 64, whose training step includes the
-optimizer's: layer by layer, written as one core, and compiled. Results are compared first.
+without them. On a GPU also the loop in a CUDA graph, which is replayed, `nn.GRU` and `nn.LSTM`, and all that once more in bfloat16: the layer
+and the loop under autocast, the others of that dtype. Then a network as for SHD: 700 inputs, 256 recurrent ALIF, 20 outputs, 100 steps,
+batch 64, whose training step includes the optimizer's: layer by layer, written as one core, and compiled; and the loop with one compiled
+step. Results are compared first.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 
 import flexsn
 from flexsn._program import replay
+from flexsn._runtime.triton.kernel import finish_builds
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measure import machine
@@ -49,14 +52,14 @@ class Plain(nn.Module):
 
 
 class WrittenDown(nn.Module):
-    """The recurrent layer, whose walks over time are written down in every call in place of being replayed."""
+    """The recurrent layer, whose calls are written down each time in place of being replayed."""
 
     def __init__(self, layer: flexsn.Recurrent):
         super().__init__()
         self.layer = copy.deepcopy(layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        with mock.patch.object(replay.Kinds, "_noted", lambda *_: replay._SEEN):
+        with mock.patch.object(replay.Kinds, "run", lambda self, what, given, work, refusal=(): work()):
             return self.layer(x)
 
 
@@ -65,6 +68,8 @@ def in_turns(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, d
     times: dict[str, list[float]] = {name: [] for name in runs}
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     for turn in range(repeats + 2):
+        if turn == 2 and torch.cuda.is_initialized():
+            finish_builds()
         order = [*runs.items()][:: 1 if turn % 2 else -1]
         for name, run in order[turn // 2 % len(order) :] + order[: turn // 2 % len(order)]:
             begin = time.perf_counter()
@@ -82,42 +87,66 @@ def with_ratios(rows: dict[str, dict[str, float]]) -> dict:
     return {"times": rows, "over_flexsn": ratios}
 
 
-def layer_case(T: int, batch: int, hidden: int, drive: float, device: str, repeats: int) -> dict:
+def graphed(run: Callable[[], object]) -> Callable[[], object]:
+    """Return what replays, in a CUDA graph, all that a function launches."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        kept = run()  # the memory of the results
+    return lambda: (graph.replay(), kept)
+
+
+def layer_case(T: int, batch: int, hidden: int, drive: float, device: str, repeats: int, *, bf16: bool = False) -> dict:
     torch.manual_seed(0)
     layer = flexsn.Recurrent(flexsn.LIF(), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True).to(device)
     with torch.no_grad():
         layer.mixing.weight.mul_(0.5)
-    plain, rnn, x = Plain(layer), nn.RNN(hidden, hidden, device=device), torch.randn(T, batch, hidden, device=device) * 0.6 + drive
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    x = (torch.randn(T, batch, hidden, device=device) * 0.6 + drive).to(dtype)
+    runs: dict[str, nn.Module] = {"flexsn": layer, "written down": WrittenDown(layer), "loop": Plain(layer)}
+    library = (nn.RNN, nn.GRU, nn.LSTM) if device == "cuda" else (nn.RNN,)
+    runs |= {f"nn.{kind.__name__}": kind(hidden, hidden, device=device, dtype=dtype) for kind in library}
     leaf, cotangent = x.clone().requires_grad_(), torch.randn(T, batch, hidden, device=device)
+
+    def called(run: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=bf16 and not isinstance(run, nn.RNNBase), cache_enabled=False):
+            y = run(x)
+        return y[0] if isinstance(y, tuple) else y
+
     with torch.no_grad():
-        spikes = layer(x)
-        same = (spikes == plain(x)).float().mean().item()
+        spikes = called(layer, x)
+        same = (spikes == called(runs["loop"], x)).float().mean().item()
 
     def infer(run: nn.Module) -> Callable[[], object]:
         def inner() -> object:
             with torch.no_grad():
-                return run(x)
+                return called(run, x)
 
         return inner
 
     def train(run: nn.Module) -> Callable[[], object]:
         def inner() -> object:
-            y = run(leaf)
-            return torch.autograd.grad(y[0] if isinstance(y, tuple) else y, [leaf, *run.parameters()], cotangent)
+            y = called(run, leaf)
+            return torch.autograd.grad(y, [leaf, *run.parameters()], cotangent.to(y.dtype))
 
         return inner
 
     def products() -> None:
-        for g in cotangent.unbind(0):
-            torch.mm(g, layer.mixing.weight.detach(), out=product)
+        for g in rows:
+            torch.mm(g, weight, out=product)
 
-    product = torch.empty_like(cotangent[0])
-    runs = {"flexsn": layer, "written down": WrittenDown(layer), "loop": plain, "nn.RNN": rnn}
-    trained: dict[str, Callable[[], object]] = {name: train(run) for name, run in runs.items()} | {"products of cotangents alone": products}
+    rows, weight = cotangent.to(dtype).unbind(0), layer.mixing.weight.detach().to(dtype)
+    product = torch.empty_like(rows[0])
+    inferred, trained = [{name: kind(run) for name, run in runs.items()} for kind in (infer, train)]
+    trained["products of cotangents alone"] = products
+    if device == "cuda":
+        inferred["loop in a CUDA graph"], trained["loop in a CUDA graph"] = graphed(inferred["loop"]), graphed(trained["loop"])
     return {
-        "T": T, "batch": batch, "hidden": hidden, "rate": spikes.mean().item(), "equal_spikes": same,
-        "inference": with_ratios(in_turns({name: infer(run) for name, run in runs.items()}, repeats)),
-        "training": with_ratios(in_turns(trained, repeats)),
+        "T": T, "batch": batch, "hidden": hidden, "dtype": str(dtype), "rate": spikes.mean().item(), "equal_spikes": same,
+        "inference": with_ratios(in_turns(inferred, repeats)), "training": with_ratios(in_turns(trained, repeats)),
     }  # fmt: skip
 
 
@@ -129,6 +158,14 @@ def shd_like(device: str, repeats: int) -> dict:
     layer = flexsn.Recurrent(flexsn.ALIF(tau=20.0, r=20.0), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True).to(device)
     w_in, w_out = nn.Linear(700, hidden, device=device), nn.Linear(hidden, 20, device=device)
     runs = {}
+    compiled_step = torch.compile(lambda x, y, v, a: layer.neuron.core(w_in(x) + layer.mixing(y), v, a))
+
+    def by_compiled_steps(x: Tensor) -> Tensor:
+        states, found = [torch.zeros(batch, hidden, device=device)] * 3, []
+        for step in x.unbind(0):
+            states = compiled_step(step, *states)
+            found.append(states[0])
+        return w_out(torch.stack(found))
 
     def whole(x: Tensor) -> Tensor:
         return w_out(layer(w_in(x)))
@@ -144,6 +181,7 @@ def shd_like(device: str, repeats: int) -> dict:
         "flexsn": whole,
         "flexsn, the network as one core": one_core,
         "loop": lambda x: w_out(plain(w_in(x))),
+        "loop of a compiled step": by_compiled_steps,
         "compiled": torch.compile(whole),
         "compiled in one graph": torch.compile(whole, fullgraph=True),
     }
@@ -171,12 +209,16 @@ def main() -> None:
     options = parser.parse_args()
     load, device, repeats = os.getloadavg()[0], options.device, options.repeats
     sizes = [(100, 64, 128, 0.6), (100, 64, 256, 0.6), (100, 64, 256, 0.0), (100, 64, 512, 0.6)]
-    sizes += [(1000, 64, 256, 0.6)] if device == "cuda" else []
+    cases = [layer_case(*size, device, repeats) for size in sizes]
+    if device == "cuda":
+        sizes = [(100, 128, 128, 0.6), (100, 128, 200, 0.6), (100, 128, 256, 0.6), (250, 256, 512, 0.6), (100, 256, 1024, 0.6)]
+        cases += [layer_case(*size, device, repeats, bf16=bf16) for size in sizes for bf16 in (False, True)]
+        cases.append(layer_case(1000, 64, 256, 0.6, device, repeats))
     found = {
         "machine": machine(), "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "date": datetime.date.today().isoformat(),
         "threads": torch.get_num_threads(), "repeats": repeats, "load_before": load,
-        "layers": [layer_case(*size, device, repeats) for size in sizes], "shd_like": shd_like(device, repeats),
+        "layers": cases, "shd_like": shd_like(device, repeats),
     }  # fmt: skip
     print(json.dumps(found, indent=1))
     if options.json:

@@ -90,6 +90,40 @@ def eager(core, x, states, w):
     return y, *torch.autograd.grad(y.square().sum(), [x, w])
 
 
+@pytest.mark.parametrize("width", [5, 64, 100, 128])
+def test_one_program_has_all_columns(width, ran):
+    """Of few neurons; the batch is no multiple of its sequences."""
+    torch.manual_seed(0)
+    x, w = torch.randn(9, 37, width, device="cuda") + 0.6, torch.randn(width, width, device="cuda") / width**0.5
+    states = [torch.rand(37, width, device="cuda") for _ in range(2)]
+    runs = []
+    for backend in ("auto", "torch"):
+        leaves = [t.clone().requires_grad_() for t in (x, *states, w)]
+        found = flexsn.scan(normed, leaves[:1], leaves[1:3], leaves[3:], backend=backend)
+        results = [*found.outputs, *found.states]
+        runs.append([*results, *torch.autograd.grad(sum([y.square().sum() for y in results]), leaves)])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert ran == {"in one Triton kernel"}
+
+
+def test_more_than_2_to_the_31_values():
+    """Whole, and in two halves."""
+    T, batch, width = 132_000, 64, 256
+    x, w = torch.full((1, 1, width), 1.2, device="cuda"), torch.randn(width, width, device="cuda") / width**0.5
+    x = x * torch.linspace(0.5, 1.5, batch, device="cuda").view(1, batch, 1)
+    x = x.expand(T, batch, width).contiguous()
+    states = [torch.zeros(batch, width, device="cuda") for _ in range(2)]
+    assert x.numel() > 1 << 31
+    with torch.no_grad():
+        whole = flexsn.scan(lif, [x], states, [w], strict=True)
+        first = flexsn.scan(lif, [x[: T // 2]], states, [w], strict=True)
+        second = flexsn.scan(lif, [x[T // 2 :]], first.states, [w], strict=True)
+    for a, b in zip(whole.states, second.states, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(whole.outputs[0][-100:], second.outputs[0][-100:]) and whole.outputs[0][-100:].any()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_beside_kernels_that_fill_the_card(name):
     """On streams of two priorities, each of which has a walk, too."""

@@ -1,5 +1,6 @@
 """Cores that mix neurons by calls that take an input or a state: against the eager loop, PyTorch's own layers, and finite differences."""
 
+import copy
 import functools
 import gc
 import warnings
@@ -14,9 +15,11 @@ from torch.nn.functional import linear
 
 import flexsn
 from flexsn import surrogate
+from flexsn._operator.call import Call
 from flexsn._operator.mixing import run
 from flexsn._operator.mixing.cpp_walk import Walk
 from flexsn._operator.mixing.mixing_calls import MixingFunction, functions_of_step
+from flexsn._program.compiled import Program
 from flexsn.errors import DoubleBackwardError, FallbackWarning, NotElementwiseError, ShapeMismatchError
 
 f32, f64 = torch.float32, torch.float64
@@ -592,6 +595,37 @@ def test_arrays_of_numpy_in_one_place_are_another_kind_of_call():
             states = [torch.from_numpy(a) for a in given] if given else [torch.randn(3, 6), torch.randn(3, 6)]
             found, want = [flexsn.scan(core, [x], states, backend=b).outputs[0] for b in ("auto", "torch")]
             torch.testing.assert_close(found, want)
+
+
+@on_cpu
+def test_backwards_that_are_built_beside_a_forward_are_those_that_run(monkeypatch):
+    """Of a step, and of whole sequences: none is built for nothing."""
+    expected, launched, expect, launch = [], [], Program.expect, Call._launch
+    monkeypatch.setattr(Program, "expect", lambda *args: expected.append(args[1:]) or expect(*args))
+    monkeypatch.setattr(Call, "_launch", lambda self, *args: launched.append((self.T, *args[:1], *args[1])) or launch(self, *args))
+    layer = flexsn.Recurrent(flexsn.ALIF(), nn.Linear(6, 6), stateful=False, strict=True)
+    layer(torch.rand(7, 3, 6, requires_grad=True)).sum().backward()
+    assert sorted(map(repr, expected)) == sorted(repr(found) for found in launched if found[1] == "backward") != []
+
+
+@on_cpu
+def test_what_is_kept_of_calls_follows_what_needs_gradients():
+    """Calls of one layout: without gradients, of some operands, of all; each several times, as those after the second are run again."""
+    layer = flexsn.Recurrent(flexsn.LIF(), nn.Linear(6, 6), stateful=False, strict=True)
+    plain = copy.deepcopy(layer)
+    plain.backend, plain.strict = "torch", False
+    for of_x, of_weight, trains in ((False, False, False), (True, False, True), (False, True, True), (True, True, True)) * 2:
+        for _ in range(3):
+            runs, x = [], torch.rand(7, 3, 6) + 0.5
+            for net in (layer, plain):
+                leaf = x.clone().requires_grad_(of_x)
+                net.requires_grad_(of_weight)
+                leaves = [t for t in (leaf, *net.parameters()) if t.requires_grad]
+                with torch.set_grad_enabled(trains):
+                    y = net(leaf)
+                runs.append([y.detach(), *(torch.autograd.grad(y.square().sum(), leaves) if trains else ())])
+            for a, b in zip(*runs, strict=True):
+                torch.testing.assert_close(a, b)
 
 
 @on_cpu

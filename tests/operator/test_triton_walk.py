@@ -313,7 +313,8 @@ def test_how_a_walk_is_cut():
     assert cut(64, 256, [(1, 4)], 108, 99 << 10) == Tile(16, 32, 4, 8, False, 32)  # shared memory holds no more
     assert cut(64, 256, []) == Tile(16, 32, 4, 8, True, 256)
     assert cut(64, 100, one) == Tile(16, 128, 4, 1, True, 128, alone=True)
-    for sequences, width in ((64, 4096), (16384, 256)):
+    assert cut(64, 2048, one, parts=1) == Tile(32, 32, 2, 64, True, 128)
+    for sequences, width in ((64, 2048), (16384, 256)):
         with pytest.raises(CannotWalk, match="more than this GPU runs at once"):
             cut(sequences, width, one)
 

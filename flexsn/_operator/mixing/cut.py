@@ -7,10 +7,11 @@ core of their own; a recurrence that mixes is a loop over stages.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 from ..._capture.inner import MIXES
 from ..._capture.signature import Signature
 from ..._capture.trace import Meta, recording, trace
+from ..._ir.components import strongly_connected
 from ..._ir.identifiers import assigned_name
 from ...errors import FlexSNError, NotElementwiseError
 from .mixing_calls import NOTHING, Answering, Mixing, Place, Segment, name_of
@@ -76,6 +78,37 @@ class Recurrence:
 Piece = AtOnce | Scan | Recurrence
 
 
+class Links(NamedTuple):
+    """What a recurrence takes and gives.
+
+    Attributes:
+        own, taken: what it takes of itself and of other pieces.
+        results_of, mixed: results of its mixing calls, by their number; all of them.
+        asked: operands of these that are computed.
+        gives: what its last segments give.
+        fed: states that a mixing call, or a segment beside their own, takes.
+    """
+
+    own: frozenset[Place]
+    taken: tuple[Place, ...]
+    results_of: dict[int, list[Place]]
+    mixed: list[Place]
+    asked: list[Place]
+    gives: list[Place]
+    fed: frozenset[int]
+
+    @classmethod
+    def of(cls, piece: Recurrence, mixing: Sequence[Mixing]) -> Links:
+        results_of = {j: [("m", j, i) for i in range(len(mixing[j].results))] for j in piece.calls}
+        given = [[p for segment in stage.segments for p in segment.gives] for stage in piece.stages]
+        takes = {p for stage in piece.stages for segment in stage.segments for p in segment.takes}
+        fed = frozenset(k for kind, k, _ in takes.union(*[mixing[j].operands for j in piece.calls]) if kind == "v")
+        return cls(
+            frozenset(piece.own(mixing)), tuple(sorted(piece.taken(mixing))), results_of, [p for ps in results_of.values() for p in ps],
+            [p for places in given[:-1] for p in places], given[-1], fed,
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Cut:
     """A core in pieces, in the order in which they run. As what wraps a core, it leaves it as it is: its segments wrap it.
@@ -102,6 +135,11 @@ class Cut:
 
     def __call__(self, core: Callable) -> Callable:
         return core
+
+    @functools.cached_property
+    def links(self) -> dict[int, Links]:
+        """Of its recurrences, by their number among the pieces."""
+        return {n: Links.of(piece, self.mixing) for n, piece in enumerate(self.pieces) if isinstance(piece, Recurrence)}
 
     @property
     def segments(self) -> list[Segment]:
@@ -343,27 +381,3 @@ class _Maker:
 
 def _mixes(members: Sequence[Place]) -> bool:
     return any(kind == "m" for kind, _, _ in members)
-
-
-def strongly_connected(made_of: dict[Place, set[Place]]) -> list[list[Place]]:
-    """Return the strongly connected components of a graph, what others are made of first: Tarjan's algorithm."""
-    index, low, stack, found = dict[Place, int](), dict[Place, int](), list[Place](), list[list[Place]]()
-
-    def visit(place: Place) -> None:
-        index[place] = low[place] = len(index)
-        stack.append(place)
-        for other in sorted(made_of[place]):
-            if other not in index:
-                visit(other)
-                low[place] = min(low[place], low[other])
-            elif other in stack:
-                low[place] = min(low[place], index[other])
-        if low[place] == index[place]:
-            at = stack.index(place)
-            found.append(sorted(stack[at:]))
-            del stack[at:]
-
-    for place in made_of:
-        if place not in index:
-            visit(place)
-    return found

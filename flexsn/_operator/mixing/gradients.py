@@ -123,7 +123,7 @@ def differentiable(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor],
         walked: what a walk found; None where the segments are to find it.
         shared: results of mixing calls that other pieces take.
     """
-    if walked is not None:
+    if walked is not None and loop.written_down:
         _expect_backward(loop, operands, kept)
     fixed = [t for j in loop.piece.calls for t in loop.mix[j].fixed]
     groups: list[Any] = []

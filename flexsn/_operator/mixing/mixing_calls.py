@@ -181,10 +181,16 @@ class MixingFunction:
         return tuple(tensors_in(in_its_dtype(self.func, args, kwargs, self.autocast)))
 
     def over(self, fixed: Sequence[Tensor]) -> MixingFunction:
-        """Return the same function of other fixed tensors; it holds no operands."""
-        others, count = iter(fixed), len(self.moving) + len(fixed)
-        tensors = [torch.empty(0) if k in self.moving else next(others) for k in range(count)]
-        args, kwargs = with_tensors((self.args, self.kwargs), iter(tensors))
+        """Return the same function of other fixed tensors."""
+        other = MixingFunction.__new__(MixingFunction)
+        other.__dict__ |= self.__dict__
+        other.fixed = [*fixed]
+        return other
+
+    def of_none(self) -> MixingFunction:
+        """Return the same function, which holds no tensors."""
+        empty = [torch.empty(0, dtype=t.dtype) for t in tensors_in((self.args, self.kwargs))]
+        args, kwargs = with_tensors((self.args, self.kwargs), iter(empty))
         return MixingFunction(self.func, self.moving, args, kwargs, self.autocast)
 
     def over_time(self, operands: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -280,11 +286,6 @@ _OPTIONS = "stride", "padding", "dilation", "groups"
 _BY_WEIGHTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
 
-def calls_are_known(known: Mapping[Any, Any], autocast: torch.dtype | None) -> bool:
-    """Return whether `mixing_functions` runs no core."""
-    return ("functions", autocast) in known
-
-
 def mixing_functions(
     known: dict[Any, Any], tensors: Mapping[Any, Tensor], autocast: torch.dtype | None, found: Callable[[], list[MixingFunction]]
 ) -> list[MixingFunction]:  # fmt: skip
@@ -302,7 +303,7 @@ def mixing_functions(
     shared = Counter(map(id, tensors.values()))
     names = {own: name for own, name in names.items() if shared[own] == 1}  # of one under two names, which is meant is open
     if all(id(t) in names for f in functions for t in f.fixed):
-        known[key] = [(f.over([torch.empty(0) for _ in f.fixed]), [names[id(t)] for t in f.fixed]) for f in functions]
+        known[key] = [(f.of_none(), [names[id(t)] for t in f.fixed]) for f in functions]
     return functions
 
 

@@ -11,7 +11,7 @@ So the backward decides nothing anew: it reads the results of the mixing calls t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ class OneStep:
         captured: tensors as they are now: `functional_call` exchanges them before the backward.
     """
 
-    def __init__(self, given: Given, segment: Segment, own: set[Place], fed: set[int], captured: Mapping[str, Tensor]):
+    def __init__(self, given: Given, segment: Segment, own: Collection[Place], fed: Collection[int], captured: Mapping[str, Tensor]):
         self.given, self.segment, self.look, self.fed, self.captured = given, segment, given.look_at(segment), fed, captured
         self.own = [p in own for p in segment.takes]
         self.calls: dict[bool, tuple[Call, list[Tensor]]] = {}
@@ -173,6 +173,8 @@ class Loop:
         known: sequences `[T, ...]` that the recurrence takes.
         states: at the start, by number.
         mix: mixing calls, by number.
+        trains: which of the tensors that the call takes have gradients; none if it does not train.
+        written_down: whether a walk ran, and not what was noted of one.
         without_graph: convolutions without graphs of autograd, whose weights have gradients of all steps at once. On a CPU no large ones.
     """
 
@@ -182,22 +184,16 @@ class Loop:
     ):  # fmt: skip
         cut = given.look.wrap
         self.given, self.piece, self.T, self.mixing, self.mix, self.captured = given, piece, T, cut.mixing, mix, captured
-        self.number = cut.pieces.index(piece)  # of the piece
         self.known = {p: t.detach() for p, t in known.items()}
         self.start = {k: v.detach() for k, v in states.items()}
-        self.results_of = {j: [("m", j, i) for i in range(len(cut.mixing[j].results))] for j in piece.calls}
-        own = {("v", k, 0) for k in states} | {p for places in self.results_of.values() for p in places}
-        taken = [p for j in piece.calls for p in cut.mixing[j].operands]
-        taken += [p for stage in piece.stages for segment in stage.segments for p in segment.takes]
-        fed = {k for kind, k, _ in taken if kind == "v"}
+        self.number = cut.pieces.index(piece)  # of the piece
+        own, _, self.results_of, self.mixed, self.asked, self.gives, fed = cut.links[self.number]
         self.steps = [[OneStep(given, segment, own, fed, captured) for segment in stage.segments] for stage in piece.stages]
-        self.gives = [p for step in self.steps[-1] for p in step.segment.gives]
-        self.asked = [p for steps in self.steps[:-1] for step in steps for p in step.segment.gives]
-        self.mixed = [p for places in self.results_of.values() for p in places]
         self.views = set[int]()  # calls whose results are views of their operand
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
-        self.trains, self.graphs = False, dict[tuple[int, int], Graph]()  # of calls, by step, as the forward kept them
+        self.trains, self.written_down = tuple[bool, ...](), False
+        self.graphs = dict[tuple[int, int], Graph]()  # of calls, by step, as the forward kept them
         self.device = next(iter(states.values())).device
         large = {j for j in piece.calls if self.device.type == "cpu" and math.prod(cut.mixing[j].results[0].shape) > IN_CACHE // 2}
         self.without_graph = {j for j in piece.calls if j not in large and mix[j].convolution is not None}
@@ -205,7 +201,7 @@ class Loop:
     @property
     def kind(self) -> tuple:
         """What of a call its tensors do not tell."""
-        return self.number, self.T, self.given.backend, self.given.autocast, self.device
+        return self.number, self.T, self.given.backend, self.given.autocast, self.device, self.trains
 
     def note(self, how: str) -> None:
         """Note how the loop over time ran, for `explain`."""
@@ -242,7 +238,7 @@ class Loop:
     def over(self, tensors: Mapping[Any, Tensor]) -> Loop:
         """Return the same loop over other tensors: states, and such as are the same at every step; sequences are still to be given."""
         given = self.given._replace(inputs=(), states=(), params=tuple([tensors["param", n] for n in range(len(self.given.params))]))
-        mix = {j: self.mix[j].over([tensors["fixed", j, n] for n in range(len(self.mix[j].fixed))]) for j in self.piece.calls}
+        mix = {j: self.mix[j].of_none().over([tensors["fixed", j, n] for n in range(len(self.mix[j].fixed))]) for j in self.piece.calls}
         captured = {name: tensors["captured", name] for name in self.captured}
         loop = Loop(given, self.piece, {}, {k: tensors["state", k] for k in self.start}, mix, captured, 0)
         loop.needs = {j: list(needs) for j, needs in self.needs.items()}
@@ -266,6 +262,7 @@ class Loop:
         """
         if (walked := walks.forward(self, keeps=keeps)) is not None:
             return walked
+        self.written_down = True
         repeats_nothing(_LONG)
         return gpu_loop.forward(self, keeps=keeps) or self.walk(keeps=keeps)
 

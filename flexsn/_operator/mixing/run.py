@@ -16,7 +16,7 @@ from ..call import upcast
 from ..eager_loop import result_dtypes
 from .cut import AtOnce, Recurrence, Scan
 from .gradients import Operands, Whole, differentiable, over_whole
-from .mixing_calls import NOTHING, Place, Segment, calls_are_known, functions_of_step, mixing_functions
+from .mixing_calls import NOTHING, Place, Segment, functions_of_step, mixing_functions
 from .recurrence import Given, Loop
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences, outputs
@@ -60,7 +60,8 @@ def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Re
     captured = given.look.tensors()
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*operands, *captured.values()))
     known = given.look.over_parts
-    if trains or not calls_are_known(known, given.autocast) or _walks.found is not None or _walks.given is not None:
+    runs_core = ("functions", given.autocast) not in known  # see `mixing_functions`
+    if trains or runs_core or _walks.found is not None or _walks.given is not None:
         return _of_pieces(_MixingRun(run, given, sequences))
 
     def work() -> tuple[list[Tensor], None]:
@@ -176,17 +177,18 @@ class _MixingRun:
         return outputs
 
     def recurrence(self, piece: Recurrence) -> None:
-        given, captured, own = self.given, self.given.look.tensors(), piece.own(self.cut.mixing)
-        known = {p: self.sequence(p) for p in sorted(piece.taken(self.cut.mixing))}
+        given, captured, links = self.given, self.given.look.tensors(), self.cut.links[self.cut.pieces.index(piece)]
+        known = {p: self.sequence(p) for p in links.taken}
         operands = Operands(known, {k: self.states[k] for k in piece.states}, dict(enumerate(given.params)), captured)
         loop = Loop(given, piece, known, operands.states, {j: self.mix[j] for j in piece.calls}, captured, len(given.inputs[0]))
         tensors = (*operands.tensors, *[t for j in piece.calls for t in self.mix[j].fixed])
-        trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        loop.trains, kept, walked = trains, dict[Place, Tensor](), None
+        needs = tuple([t.requires_grad for t in tensors])
+        trains, kept, walked = torch.is_grad_enabled() and any(needs), dict[Place, Tensor](), None
+        loop.trains = needs if trains else ()
         if _walks.given is not None:
             kept = {p: next(_walks.given) for p in (*loop.mixed, *loop.befores)}
         elif loop.T:
-            beside = self.sequences or not self.cut.shared.isdisjoint(own)
+            beside = self.sequences or not self.cut.shared.isdisjoint(links.own)
             found, finals = loop.forward(keeps=trains or beside or _walks.found is not None)
             kept = {p: t for p, t in found.items() if p not in loop.gives}
             if not beside and not (_walks.found is not None and loop.views):

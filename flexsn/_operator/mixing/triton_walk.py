@@ -283,6 +283,7 @@ class Tile(NamedTuple):
 _FEWEST = 16  # sequences of a program
 _HELD = 200 << 10  # bytes of weights that a program keeps, at most
 _READ = 1 << 26  # bytes of weights that all programs read at a step, at most: CUDA graphs are faster beyond that
+_CACHED = 1 << 24  # bytes of weights that are read from the cache at every step, at most: likewise
 _STAGES = 3  # blocks of weights that are on their way while one is multiplied with, and that one
 _ALONE = 128  # the widest state of which a program has all columns: of wider ones each has too much to do
 _SHAPES = (16, 32), (16, 64), (32, 32), (32, 64), (64, 32), (64, 16)  # sequences and columns of a program, the fastest first
@@ -315,12 +316,12 @@ def tile_for(sequences: int, width: int, products: Sequence[tuple[int, int]], pr
         most = min(_HELD, shared - size * rows * found.block)
         if found.groups * found.parts <= processors and held * columns <= most:
             return found
-    read = size * sum(a * b for a, b in products) * width * width
+    read = size * width * width * sum(a * b for a, b in products)
     for rows, columns in _SHAPES[:4]:
         found = cut(rows, columns, False, 128)
         while found.block > 16 and (_STAGES - 1) * size * found.block * (rows + columns * max(b for _, b in products)) > 2 * shared // 3:
             found = found._replace(block=found.block // 2)
-        if found.groups * found.parts <= processors and found.groups * read <= _READ:
+        if found.groups * found.parts <= processors and read <= _CACHED and found.groups * read <= _READ:
             return found
     raise CannotWalk(f"{sequences} sequences of {width} neurons are more than this GPU runs at once")
 

@@ -40,6 +40,7 @@ def forward(loop: Any, *, keeps: bool) -> Walked | None:
     for language, make in _walks(loop):
 
         def walk(make: Callable[..., Any] = make) -> tuple[list[Tensor], Any]:
+            loop.written_down = True
             return _Forward(loop, make, keeps).run()
 
         found = _run(loop, ("forward", language, keeps), [], walk)
