@@ -244,7 +244,7 @@ def _run_over_parts(asked: CoreCall, look: CapturedValues) -> Results:
     core, inputs, states, params = asked.core, asked.inputs, asked.states, tuple(asked.params)
     if isinstance(look.wrap, Cut):
         autocast = fork.autocast_dtype(inputs[0].device.type)
-        return run_mixing(run_core, Given(core, look, inputs, states, params, asked.backend, autocast), asked.sequences)
+        return run_mixing(Given(core, look, inputs, states, params, asked.backend, autocast), asked.sequences)
     layout: PartsLayout = look.wrap
     parts = layout.split(inputs, states)
     look.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature

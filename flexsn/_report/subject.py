@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .._capture.signature import Signature, check_operands, core_name, make_signature, positional_names
 from .._captured.captured_values import CapturedValues, look
 from .._operator.call import upcast
-from .._operator.dispatch import run_core
 from .._operator.mixing.cut import Cut
 from .._operator.mixing.recurrence import Given
 from .._operator.mixing.run import run_mixing
@@ -124,7 +123,7 @@ def _loops(subject: Subject, look: CapturedValues) -> dict[int, str]:
     first = [x.detach()[:1] for x in subject.inputs]
     given = Given(subject.core, look, first, subject.states, subject.params, backend, autocast_dtype(first[0].device.type))
     with torch.no_grad():
-        run_mixing(run_core, given, False)
+        run_mixing(given, False)
     return {key[1]: how for key, how in look.over_parts.items() if isinstance(key, tuple) and key[0] == "ran"}
 
 

@@ -107,6 +107,25 @@ def test_one_program_has_all_columns(width, ran):
     assert ran == {"in one Triton kernel"}
 
 
+def test_on_a_cpu_and_then_on_a_gpu(ran):
+    """Of one core: what is known of it on the one is nothing to the other."""
+
+    def core(x, v):
+        v = torch.tanh(0.5 * v + x + torch.softmax(v, -1))
+        return v, v
+
+    x, v = torch.randn(5, 3, 20), torch.randn(3, 20)
+    want = None
+    for device in ("cpu", "cuda") * 3:
+        leaves = [t.to(device).requires_grad_() for t in (x, v)]
+        y = flexsn.scan(core, leaves[:1], leaves[1:], strict=True).outputs[0]
+        found = [t.cpu() for t in (y.detach(), *torch.autograd.grad(y.square().sum(), leaves))]
+        want = want or found
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert ran == {"in C++", "in one Triton kernel"}
+
+
 def test_more_than_2_to_the_31_values():
     """Whole, and in two halves."""
     T, batch, width = 132_000, 64, 256

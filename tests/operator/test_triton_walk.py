@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from helpers import on_cpu
@@ -18,6 +19,51 @@ from flexsn._operator.mixing.triton_walk import Tile, TritonWalk, tile_for
 from flexsn._program.replay import Notes
 
 T = 6
+
+
+@pytest.fixture(autouse=True)
+def within_memory(monkeypatch):
+    """In the interpreter: all that a walk loads and stores lies in the memory of a tensor that it was given."""
+    if not triton_walk.triton_kernel.interpreted():
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    given: list[torch.Tensor] = []
+
+    def checked(name):
+        own = getattr(InterpreterBuilder, name)
+        at_mask = 2 if "store" in name else 1
+
+        def access(self, pointers, *args):
+            addresses, mask = np.broadcast_arrays(pointers.data, args[at_mask - 1].data)
+            addresses = addresses[mask.astype(bool)].astype(np.int64)
+            storages = [t.untyped_storage() for t in given]
+            inside = [(addresses >= m.data_ptr()) & (addresses < m.data_ptr() + m.nbytes()) for m in storages]
+            assert not given or np.logical_or.reduce(inside).all(), f"{name} beside the memory of all tensors"
+            return own(self, pointers, *args)
+
+        return access
+
+    def kernel_of(self, *, back, own=TritonWalk.kernel_of):
+        taken, launch = own(self, back=back)
+
+        def run(tensors):
+            given[:] = [t for t in tensors if t is not None]
+            try:
+                launch(tensors)
+            finally:
+                given.clear()
+
+        return taken, run
+
+    def zeros(*args, own=torch.zeros, **options):  # of the launch: where programs meet
+        made = own(*args, **options)
+        return given.append(made) or made if given else made
+
+    for name in ("create_masked_load", "create_masked_store"):
+        monkeypatch.setattr(InterpreterBuilder, name, checked(name))
+    monkeypatch.setattr(TritonWalk, "kernel_of", kernel_of)
+    monkeypatch.setattr(triton_walk.torch, "zeros", zeros)
 
 
 @pytest.fixture
@@ -174,6 +220,47 @@ def test_the_third_call_of_a_kind_replays(name, monkeypatch):
         states = [torch.rand(batch, width) for _ in range(2 if name in TWO_STATES else 1)]
         check(CORES[name], torch.randn(T, batch, width) + 0.5, states, [torch.randn(width, width) * 0.3])
     assert found == [False, True] * 2  # the second call's are noted
+
+
+def layers(width):
+    """Cores that capture layers of PyTorch: a norm and a bias in a recurrence; two layers, which are pieces without one."""
+    torch.manual_seed(0)
+    first, second, norm = nn.Linear(width, width), nn.Linear(width, width), nn.LayerNorm(width)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.uniform_(-0.5, 0.5)
+
+    def normed(x, v, s):
+        h = v + (norm(x + first(s)) - v) / 2.0
+        s = surrogate.atan(h - 0.3)
+        return s, h * (1.0 - s), s
+
+    def two(x, v, u):
+        v = torch.tanh(first(x) + 0.5 * v)
+        u = torch.tanh(second(v) + 0.5 * u)
+        return u, v, u
+
+    return {normed: [*first.parameters(), *norm.parameters()], two: [*first.parameters(), *second.parameters()]}
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cpp", marks=on_cpu), "triton"])
+def test_layers_of_pytorch_that_a_core_captures(backend, cut):
+    """In calls after the second, too, whose ops are those that were noted; with and without gradients."""
+    for core, params in layers(20).items():
+        for seed in range(4):
+            torch.manual_seed(seed)
+            x, states = torch.randn(T, 3, 20), [torch.rand(3, 20), torch.rand(3, 20)]
+            runs = []
+            for b in (backend, "torch"):
+                leaves = [t.clone().requires_grad_() for t in (x, *states)]
+                trained = flexsn.scan(core, leaves[:1], leaves[1:], backend=b)
+                with torch.no_grad():
+                    found = flexsn.scan(core, leaves[:1], leaves[1:], backend=b)
+                results = [*trained.outputs, *trained.states]
+                grads = torch.autograd.grad(sum([y.square().sum() for y in results]), [*leaves, *params])
+                runs.append([*results, *found.outputs, *found.states, *grads])
+            for a, b in zip(*runs, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @on_cpu

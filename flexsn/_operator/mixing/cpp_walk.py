@@ -328,10 +328,10 @@ RowOp = Norm | Softmax | Total
 
 def row_op(f: Any, operand: torch.Size) -> RowOp | None:
     """Return what a mixing call `f`, a `MixingFunction`, does to the rows of its operand; None of one that does anything else."""
-    names = _ARGUMENTS.get(f.func)
-    if names is None or tuple(f.moving) != (0,) or len(f.args) > len(names) + 1:
+    names, (args, kwargs) = _ARGUMENTS.get(f.func), f.arguments
+    if names is None or tuple(f.moving) != (0,) or len(args) > len(names) + 1:
         return None
-    given = dict(zip(names, f.args[1:], strict=False)) | f.kwargs
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
     last, width = (len(operand) - 1, -1), operand[-1]
     if f.func is torch.nn.functional.layer_norm:
         whole = tuple(given["normalized_shape"]) == (width,)

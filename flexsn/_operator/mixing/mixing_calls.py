@@ -136,8 +136,7 @@ class Segment:
 class Answering(TorchFunctionMode):
     """While inside, calls of PyTorch's functions are counted, and `answer(number, func, args, kwargs)` makes their results.
 
-    A cell, as of `nn.LSTMCell`, is the calls that it is made of. What hooks of saved tensors call, as of activation checkpoints, is not the
-    core's: they see nothing of what is saved inside.
+    A cell, as of `nn.LSTMCell`, is the calls that it is made of. Hooks of saved tensors, as of checkpoints, see nothing of what is inside.
     """
 
     def __init__(self, answer: Callable[..., Any]):
@@ -170,15 +169,23 @@ class MixingFunction:
     """
 
     def __init__(self, func: Callable, moving: Sequence[int], args: Any, kwargs: dict[str, Any], autocast: torch.dtype | None = None):
-        self.func, self.moving, self.args, self.kwargs, self.autocast = func, moving, args, kwargs, autocast
+        self.func, self.moving, self.autocast, self._given = func, moving, autocast, (args, kwargs)  # other tensors may be meant
         self.fixed = [t for k, t in enumerate(tensors_in((args, kwargs))) if k not in moving]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return its results for one step; `tensors`: its operands, then the fixed ones."""
-        operands, fixed = iter(tensors[: len(self.moving)]), iter(tensors[len(self.moving) :])
-        given = iter([next(operands) if k in self.moving else next(fixed) for k in range(len(tensors))])
-        args, kwargs = with_tensors((self.args, self.kwargs), given)
+        args, kwargs = self._arguments(tensors)
         return tuple(tensors_in(in_its_dtype(self.func, args, kwargs, self.autocast)))
+
+    def _arguments(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what it calls its function with; `tensors`: its operands, then the fixed ones."""
+        operands, fixed = iter(tensors[: len(self.moving)]), iter(tensors[len(self.moving) :])
+        return with_tensors(self._given, iter([next(operands if k in self.moving else fixed) for k in range(len(tensors))]))
+
+    @property
+    def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        """What it calls its function with, but for its operands, in whose place nothing of use stands."""
+        return self._arguments([*[torch.empty(0)] * len(self.moving), *self.fixed])
 
     def over(self, fixed: Sequence[Tensor]) -> MixingFunction:
         """Return the same function of other fixed tensors."""
@@ -189,8 +196,7 @@ class MixingFunction:
 
     def of_none(self) -> MixingFunction:
         """Return the same function, which holds no tensors."""
-        empty = [torch.empty(0, dtype=t.dtype) for t in tensors_in((self.args, self.kwargs))]
-        args, kwargs = with_tensors((self.args, self.kwargs), iter(empty))
+        args, kwargs = with_tensors(self._given, (torch.empty(0, dtype=t.dtype) for t in tensors_in(self._given)))
         return MixingFunction(self.func, self.moving, args, kwargs, self.autocast)
 
     def over_time(self, operands: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -231,8 +237,7 @@ class MixingFunction:
         if (weights := self.weights) is not None:
             return [(grads[0].to(self._dtype) @ weights.T.to(self._dtype)).to(grads[0].dtype)]
         leaves, results = graph or self.with_graph(operands, needs)
-        used = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad]
-        asked = [t for t in leaves if t.requires_grad]
+        used, asked = [(y, g) for y, g in zip(results, grads, strict=True) if y.requires_grad], [t for t in leaves if t.requires_grad]
         found = iter(pulled_back([y for y, _ in used], [g for _, g in used], asked) if used else ())
         return [next(found, None) if t.requires_grad else None for t in leaves]
 
@@ -253,10 +258,10 @@ class MixingFunction:
     @functools.cached_property
     def convolution(self) -> dict[str, Any] | None:
         """The options of a convolution of its operand by `fixed`; None where it computes something else, or in another dtype."""
-        if tuple(self.moving) != (0,) or self.func not in _CONVOLUTIONS or len(self.args) < 2 or self.autocast is not None:
+        (args, kwargs), dtypes = self._given, {t.dtype for t in tensors_in(self._given)}
+        if tuple(self.moving) != (0,) or self.func not in _CONVOLUTIONS or len(args) < 2 or self.autocast is not None:
             return None
-        options = dict(zip(_OPTIONS, self.args[3:], strict=False)) | {k: v for k, v in self.kwargs.items() if k != "bias"}
-        dtypes = {t.dtype for t in tensors_in((self.args, self.kwargs))}
+        options = dict(zip(_OPTIONS, args[3:], strict=False)) | {k: v for k, v in kwargs.items() if k != "bias"}
         real = len(dtypes) == 1 and dtypes.pop().is_floating_point
         return options if real and not isinstance(options.get("padding"), str) else None
 
@@ -314,7 +319,6 @@ def functions_of_step(
 
     Args:
         calls: how many calls of PyTorch it made at its capture.
-        name: of the core.
         operands: of one step, and params.
         autocast: the dtype of autocast at the call of the core; None where it is off.
 
@@ -348,8 +352,7 @@ def name_of(func: Any) -> str:
 # --- calls that pick or join values along the last dim, and compute nothing -------------------------------------------------------
 _MOVES = {
     torch.cat, torch.concat, torch.concatenate, torch.chunk, Tensor.chunk, torch.split, Tensor.split, torch.narrow, Tensor.narrow,
-    torch.roll,
-    Tensor.roll, torch.tensor_split, Tensor.tensor_split, Tensor.__getitem__,
+    torch.roll, Tensor.roll, torch.tensor_split, Tensor.tensor_split, Tensor.__getitem__,
 }  # fmt: skip
 
 

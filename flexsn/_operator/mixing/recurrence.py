@@ -83,7 +83,7 @@ class OneStep:
         takes, states = [rows[p] for p in segment.takes], [rows["v", k, 0].squeeze(0) for k in segment.states]
         statics = [*given.params, *self.captured.values()]
         kinds = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in statics]
-        key = ("step", trains, given.backend, *kinds, *[(t.shape, t.dtype, t.stride()) for t in (*takes, *states)])
+        key = ("step", trains, given.backend, *kinds, *[(t.shape, t.dtype, t.device, t.stride()) for t in (*takes, *states)])
         call = self.look.over_parts.get(key)
         if call is None:
             takes, states = [t.detach() for t in takes], [t.detach().clone() for t in states]
@@ -97,19 +97,20 @@ class OneStep:
         return self.calls[trains]
 
     def over_time(
-        self, sequences: Mapping[Place, Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: dict[str, Tensor]
-    ) -> tuple[Call, list[Tensor]]:
-        """Return the call over whole sequences, with gradients if operands have them, and these."""
-        given, takes = self.given, [sequences[p] for p in self.segment.takes]
-        kinds = [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in (*takes, *states, *params, *captured.values())]
-        key = ("whole", torch.is_grad_enabled(), given.backend, *kinds)
+        self, takes: Mapping[Place, Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: dict[str, Tensor], *,
+        sequences: bool = True,
+    ) -> tuple[Call, list[Tensor]]:  # fmt: skip
+        """Return the call over whole sequences, with gradients if operands have them, and these; `sequences`: also of states."""
+        given, rows = self.given, [takes[p] for p in self.segment.takes]
+        kinds = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in (*rows, *states, *params, *captured.values())]
+        key = ("whole", sequences, torch.is_grad_enabled(), given.backend, *kinds)
         call = self.look.over_parts.get(key)
         if call is None:
             self._make_room()
-            of_states = [False] * len(states) + [k in self.fed for k in self.segment.states]
+            of_states = [False] * len(states) + [k in self.fed for k in self.segment.states] * sequences
             expects = [True] * len(self.segment.gives) + of_states
-            call = self.look.over_parts[key] = self.prepared(takes, states, params, captured, True, expects)
-        return call, [*takes, *states, *params, *[captured[name] for name in call.captured]]
+            call = self.look.over_parts[key] = self.prepared(rows, states, params, captured, sequences, expects)
+        return call, [*rows, *states, *params, *[captured[name] for name in call.captured]]
 
     def prepared(
         self, takes: list[Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: Mapping[str, Tensor], sequences: bool,

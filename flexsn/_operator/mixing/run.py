@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..._ir.graph import HALF
 from ..._program.replay import Kinds
+from ..autograd import run_call
 from ..call import upcast
 from ..eager_loop import result_dtypes
 from .cut import AtOnce, Recurrence, Scan
 from .gradients import Operands, Whole, differentiable, over_whole
 from .mixing_calls import NOTHING, Place, Segment, functions_of_step, mixing_functions
-from .recurrence import Given, Loop
+from .recurrence import Given, Loop, OneStep
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences, outputs
 
@@ -48,24 +49,24 @@ def with_walks(found: list[Tensor] | None = None, given: Sequence[Tensor] | None
         _walks.found, _walks.given = before
 
 
-def run_mixing(run: Callable[..., Results], given: Given, sequences: bool) -> Results:
-    """Run a core that is cut into pieces; `run` runs a segment.
+def run_mixing(given: Given, sequences: bool) -> Results:
+    """Run a core that is cut into pieces.
 
     Returns:
         Final states, state sequences (if asked for), outputs.
     """
     operands = [*given.inputs, *given.states, *given.params]
     if any(t is not None and t.dtype in HALF for t in operands):
-        return _as_given(run_mixing(run, _upcast(given), sequences), given)
+        return _as_given(run_mixing(_upcast(given), sequences), given)
     captured = given.look.tensors()
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*operands, *captured.values()))
     known = given.look.over_parts
     runs_core = ("functions", given.autocast) not in known  # see `mixing_functions`
     if trains or runs_core or _walks.found is not None or _walks.given is not None:
-        return _of_pieces(_MixingRun(run, given, sequences))
+        return _of_pieces(_MixingRun(given, sequences))
 
     def work() -> tuple[list[Tensor], None]:
-        finals, trail, outputs = _of_pieces(_MixingRun(run, given, sequences))
+        finals, trail, outputs = _of_pieces(_MixingRun(given, sequences))
         return [*finals, *trail, *outputs], None
 
     device, kinds = given.inputs[0].device, known.setdefault("calls", Kinds())
@@ -83,7 +84,7 @@ def _of_pieces(call: _MixingRun) -> Results:
         if isinstance(piece, AtOnce):
             call.at_once(piece.call)
         elif isinstance(piece, Scan):
-            call.scan(piece.segment, {k: call.states[k] for k in piece.segment.states})
+            call.scan(piece.segment)
         else:
             call.recurrence(piece)
     call.known |= {place: call.known[source] for place, source in cut.same}
@@ -132,8 +133,8 @@ class _MixingRun:
         finals, trail: final states; states after every step, of those that are asked for.
     """
 
-    def __init__(self, run: Callable[..., Results], given: Given, sequences: bool):
-        self.run, self.given, self.cut, self.sequences = run, given, given.look.wrap, sequences
+    def __init__(self, given: Given, sequences: bool):
+        self.given, self.cut, self.sequences = given, given.look.wrap, sequences
         self.known: dict[Place, Tensor] = {("x", k, 0): x for k, x in enumerate(given.inputs)}
         self.known[NOTHING] = given.inputs[0].new_zeros(len(given.inputs[0]))
         pairs = zip(given.states, self.cut.metas[len(given.inputs) :], strict=True)
@@ -160,21 +161,17 @@ class _MixingRun:
             results = tuple([some.new_empty((0, *meta.shape), dtype=meta.dtype) for meta in call.results])
         self.known.update(zip([("m", j, i) for i in range(len(results))], results, strict=True))
 
-    def scan(
-        self, segment: Segment, states: dict[int, Tensor], known: dict[Place, Tensor] | None = None, *, keeps: bool = False
-    ) -> list[Tensor]:
-        """Run a segment over the whole sequence; return what it gives."""
-        given = self.given
-        takes = tuple([known[p] if known and p in known else self.sequence(p) for p in segment.takes])
-        keeps = keeps or self.sequences or any(("v", k, 0) in self.cut.shared for k in segment.states)
-        finals, trail, outputs = self.run(
-            given.core, given.look_at(segment), takes, tuple([states[k] for k in segment.states]), given.params, backend=given.backend,
-            strict=True, sequences=keeps and bool(states), num_outputs=len(segment.gives),
-        )  # fmt: skip
+    def scan(self, segment: Segment) -> None:
+        """Run a segment over the whole sequence."""
+        given, takes, states = self.given, {p: self.sequence(p) for p in segment.takes}, [self.states[k] for k in segment.states]
+        keeps = bool(states) and (self.sequences or any(("v", k, 0) in self.cut.shared for k in segment.states))
+        captured = given.look.tensors()
+        step = OneStep(given, segment, (), (), captured)
+        call, operands = step.over_time(takes, states, given.params, captured, sequences=keeps)
+        finals, trail, outputs = run_call(call, operands)
         self.known.update(zip(segment.gives, outputs, strict=True))
         self.finals.update(zip(segment.states, finals, strict=True))
         self.trail.update(zip(segment.states, trail, strict=False))
-        return outputs
 
     def recurrence(self, piece: Recurrence) -> None:
         given, captured, links = self.given, self.given.look.tensors(), self.cut.links[self.cut.pieces.index(piece)]
