@@ -1,10 +1,10 @@
-"""Ops of PyTorch around a kernel, noted in one call, and run again on the tensors of calls like it.
+"""Ops of PyTorch and launches of kernels, noted in one call, and run again on the tensors of calls like it.
 
-What a call does before a kernel of many operands runs (views, copies, fresh memory, what a prologue computes) takes Python far longer to
-find than PyTorch to do. Where the layouts of all that is given are those of an earlier call, it comes to the same ops.
+What a call does around a kernel of many operands (views, copies, fresh memory, what a prologue computes) takes Python far longer to find
+than PyTorch to do. Where the layouts of all that is given are those of an earlier call, it comes to the same ops.
 
-What it gains: on an H100 a recurrent layer of 128 to 512 LIF neurons over 100 steps takes 1.6 to 1.7 times as long without it in
-inference, and 1.1 to 1.3 times in training (`python benchmarks/recurrent.py --device cuda`, 2026-11-27).
+What it gains: on an H100 a recurrent layer of 128 to 512 LIF neurons over 100 steps takes 2.0 to 2.6 times as long without it in
+inference, and 1.5 to 1.7 times in training (`python benchmarks/recurrent.py --device cuda`, 2026-11-28).
 """
 
 from __future__ import annotations

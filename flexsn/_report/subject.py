@@ -18,7 +18,7 @@ from .._captured.captured_values import CapturedValues, look
 from .._operator.call import upcast
 from .._operator.mixing.cut import Cut
 from .._operator.mixing.recurrence import Given
-from .._operator.mixing.run import run_mixing
+from .._operator.mixing.run import run_mixing, with_walks
 from .._operator.prepare import CoreCall
 from .._runtime.fork import autocast_dtype
 from .._torch.transforms import is_plain
@@ -122,7 +122,7 @@ def _loops(subject: Subject, look: CapturedValues) -> dict[int, str]:
     backend = "auto" if subject.backend == "torch" else subject.backend
     first = [x.detach()[:1] for x in subject.inputs]
     given = Given(subject.core, look, first, subject.states, subject.params, backend, autocast_dtype(first[0].device.type))
-    with torch.no_grad():
+    with torch.no_grad(), with_walks(found=[]):  # which walk now, whatever was noted of calls before
         run_mixing(given, False)
     return {key[1]: how for key, how in look.over_parts.items() if isinstance(key, tuple) and key[0] == "ran"}
 

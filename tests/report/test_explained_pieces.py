@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
-from helpers import line_of
+from helpers import line_of, on_cpu
 from torch import nn
 
 import flexsn
@@ -136,6 +136,26 @@ def test_recurrent_layers_of_a_network(over_time):
     (layer,) = made.layers.values()
     assert layer.pieces[0].text == "A loop over time in C++ advances `v`, `a` and `y`. At every step it runs:"
     assert network[1].states is None
+
+
+CUT = "in one Triton kernel (a program has all 5 neurons of 16 sequences, and keeps their weights)"
+
+
+@on_cpu
+def test_how_the_loop_runs_is_that_of_the_backend():
+    """Also of a core that others ran last, in calls that were noted."""
+
+    def core(x, v, w):
+        v = torch.tanh(x + v @ w)
+        return v, v
+
+    given = torch.randn(1, 3, 5), [torch.zeros(3, 5)], [torch.randn(5, 5)]
+    with torch.no_grad():
+        for backend in ("triton", "cpp") * 3:
+            flexsn.scan(core, [given[0]], *given[1:], backend=backend)
+    for backend, how in (("triton", CUT), ("cpp", "in C++"), ("triton", CUT)):
+        made = flexsn.explain(core, given[0], states=given[1], params=given[2], backend=backend, measure=False)
+        assert made.pieces[0].text.startswith(f"A loop over time {how} advances")
 
 
 @pytest.mark.parametrize("name", CASES)

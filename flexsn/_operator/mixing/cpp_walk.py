@@ -92,10 +92,11 @@ class Rows:
 
     Attributes:
         takes_autocast: whether products may follow autocast.
+        cut: how its kernel divides the work, in words; empty where that is nothing to tell.
     """
 
     array: type[Array] = Array
-    takes_autocast = False
+    takes_autocast, cut = False, ""
 
     def __init__(self, T: int, lead: Sequence[int], dtype: torch.dtype, device: torch.device, unit: int):
         self.T, self.lead, self.dtype, self.device, self.unit = T, tuple(lead), dtype, device, unit

@@ -175,7 +175,7 @@ class Loop:
         states: at the start, by number.
         mix: mixing calls, by number.
         trains: which of the tensors that the call takes have gradients; none if it does not train.
-        written_down: whether a walk ran, and not what was noted of one.
+        written_down, cut: whether a walk ran, and not what was noted of one; how its kernel divides the work.
         without_graph: convolutions without graphs of autograd, whose weights have gradients of all steps at once. On a CPU no large ones.
     """
 
@@ -193,7 +193,7 @@ class Loop:
         self.views = set[int]()  # calls whose results are views of their operand
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
-        self.trains, self.written_down = tuple[bool, ...](), False
+        self.trains, self.written_down, self.cut = tuple[bool, ...](), False, ""
         self.graphs = dict[tuple[int, int], Graph]()  # of calls, by step, as the forward kept them
         self.device = next(iter(states.values())).device
         large = {j for j in piece.calls if self.device.type == "cpu" and math.prod(cut.mixing[j].results[0].shape) > IN_CACHE // 2}

@@ -1,11 +1,11 @@
 """What a recurrence does in one step, as one Triton kernel over all of time: the ops that `cpp_walk.py` writes for C++, written as Triton.
 
-A program walks over time for some columns of a few sequences. Their states stay in registers, and these columns of the weights too if they
-fit; else they are read at every step. What a product takes goes through the GPU's cache, where the programs of the same sequences meet. So
-a recurrence is one launch, where a step takes longer to launch than to run.
+A program walks over time for some columns of a few sequences. Their states stay in registers, these columns of the weights on the chip if
+they fit; else they are read at every step. What a product takes goes through the GPU's cache, where the programs of the same sequences
+meet, but for few neurons, of which one program has all. So a recurrence is one launch, where a step takes longer to launch than to run.
 
-What it gains, on an H100, 1,000 steps of 64 sequences of 256 recurrent LIF, beside a plain loop: inference is 65 times as fast, training
-79 times (`python benchmarks/recurrent.py --device cuda`, 2026-11-28).
+What it gains, on an H100, 1,000 steps of 64 sequences of 256 recurrent LIF, beside a plain loop: inference is 70 times as fast, training
+101 times; beside that loop in a CUDA graph 8.2 and 8.7 times (`python benchmarks/recurrent.py --device cuda`, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -203,6 +203,7 @@ class TritonWalk(Rows):
         others, device = [None if isinstance(value, Tensor) else value for value in arguments], self.device
         products = [(len(p.sources), len(p.found)) for p in source.products]
         tile = tile_for(self.sequences, width, products, _processors(device), _shared_memory(device), parts=1 if source.rounds else 3)
+        self.cut = f" ({tile.in_words(width, mixes=bool(products))})"
         function = _function(source.text("recurrence", back=back, held=tile.held, alone=tile.alone))
         constants = width, _padded(width), tile.block, tile.rows, tile.columns, tile.parts
         options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": 1 if tile.held else _STAGES}
@@ -273,6 +274,12 @@ class Tile(NamedTuple):
     held: bool
     block: int
     alone: bool = False
+
+    def in_words(self, width: int, *, mixes: bool) -> str:
+        """Return how the work on `width` neurons is divided; `mixes`: whether there are weights."""
+        neurons = f"all {width}" if self.parts == 1 else f"{self.columns} of {width}"
+        weights = ", and keeps their weights" if self.held else ", and reads their weights at every step"
+        return f"a program has {neurons} neurons of {self.rows} sequences{weights if mixes else ''}"
 
     @property
     def warps(self) -> int:

@@ -45,7 +45,7 @@ def forward(loop: Any, *, keeps: bool) -> Walked | None:
 
         found = _run(loop, ("forward", language, keeps), [], walk)
         if not isinstance(found, CannotWalk):
-            loop.note(f"in {language}")
+            loop.note(f"in {language}{loop.cut}")
             return found
         reasons.append(f"in Python (not in {language}: {found})")
     loop.note(reasons[0] if reasons else "in Python")
@@ -80,7 +80,7 @@ def _run(loop: Any, what: tuple, given: Sequence[Tensor | None], walk: Work) -> 
     taken = [*loop.known.values(), *loop.start.values(), *loop.fixed_tensors().values(), *given]
     kinds = loop.given.look.over_parts.setdefault("walks", Kinds())
     try:
-        found, (places, numbers, views) = kinds.run((*loop.kind, *what), taken, walk, CannotWalk)
+        found, (places, numbers, views, loop.cut) = kinds.run((*loop.kind, *what), taken, walk, CannotWalk)
     except CannotWalk as error:
         return error
     loop.views |= views
@@ -176,7 +176,7 @@ class _Forward(_Steps):
         found = {p: walk.shaped(self.values[p].tensor) for p in (*loop.gives, *(loop.kept if self.keeps else ()))}
         found |= {p: found[p][..., :1] for p in self.totals if p in found}
         ends = [end.reshape(loop.start[k].shape) for k, end in self.ends.items()]
-        return [*found.values(), *ends], ([*found], [*self.ends], {*loop.views})
+        return [*found.values(), *ends], ([*found], [*self.ends], {*loop.views}, walk.cut)
 
     def segment(self, step: Any) -> None:
         call, statics = step.call(self.rows, trains=False)
@@ -283,7 +283,7 @@ class _Backward(_Steps):
         taken = [p for p in loop.mixed if loop.mix[p[1]].weights is not None or any(loop.needs[p[1]])]
         found = {p: walk.shaped(self.flow(p).tensor) for p in (*loop.asked, *loop.outer, *taken)}
         flows = [walk.shaped(array.tensor) for array in fed.values()]
-        return [*found.values(), *flows], ([*found], [*fed], {*loop.views})
+        return [*found.values(), *flows], ([*found], [*fed], {*loop.views}, walk.cut)
 
     def width(self, place: Place) -> int:
         return self.values[place].width if place in self.values else self.loop.known[place].shape[-1]
