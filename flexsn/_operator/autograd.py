@@ -77,7 +77,7 @@ def _without_gradients(call: run.Call, tensors: Tensors) -> list[Tensor]:
     return _forward(call, tensors)[1]
 
 
-def _savable(tensors: Tensors) -> Tensors:
+def savable(tensors: Tensors) -> Tensors:
     """Autograd saves no tensor that was made in inference mode."""
     return [t.clone() if t is not None and t.is_inference() else t for t in tensors]
 
@@ -104,7 +104,7 @@ class _Eager(torch.autograd.Function):
             found = call.forward(laid_out)
         ctx.call, shown = call, len(call.results)
         ctx.kept = call.keep and call.keep()
-        ctx.save_for_backward(*(_savable(tensors) if call.clones else tensors), *found[shown:])
+        ctx.save_for_backward(*(savable(tensors) if call.clones else tensors), *found[shown:])
         ctx.set_materialize_grads(False)
         del found[shown:]
         if call.constant:

@@ -48,7 +48,7 @@ from .mixing.default_states import DefaultStates, default_states
 from .mixing.precision import precise
 from .mixing.recurrence import Given
 from .mixing.run import run_mixing
-from .prepare import PLAIN, CoreCall, prepare, refuse_freed, stand_in
+from .prepare import PLAIN, CoreCall, copied, prepare, refuse_freed, stand_in
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences (if asked for), outputs
 
@@ -140,6 +140,11 @@ def _again(asked: CoreCall, starts: DefaultStates) -> Results:
     return run_core(asked.core, asked.seen, tuple(asked.inputs), states, tuple(asked.params), backend=asked.backend, **options)
 
 
+def _on_copies(asked: CoreCall) -> Callable:
+    """Return the core on copies of what it captures, for a trial: a batch norm in it counts no step of that."""
+    return asked.seen.stand_ins(asked.core, copied)[0].unchecked  # type: ignore[attr-defined]  # as `stand_ins` says
+
+
 def other_starts(error: Exception, asked: CoreCall) -> DefaultStates:
     """Return where default states start that are not of the inputs' shape.
 
@@ -151,7 +156,7 @@ def other_starts(error: Exception, asked: CoreCall) -> DefaultStates:
     if all(v is not None for v in asked.states) or isinstance(error, _NOT_OF_SHAPES):
         raise error
     try:
-        found = default_states(asked.seen.runnable(asked.core), asked.sig, inputs, asked.states, asked.params) if inputs[0].dim() else None
+        found = default_states(_on_copies(asked), asked.sig, inputs, asked.states, asked.params) if inputs[0].dim() else None
     except ShapeMismatchError as other:
         if isinstance(error, RuntimeError) and not hasattr(error, "__notes__"):  # the core did not run on states of the inputs' shape
             error.add_note(f"{other.reason}. {other.hint}")
@@ -278,7 +283,7 @@ def apart_from_mixing(error: FlexSNError, key: tuple | None, asked: CoreCall) ->
     inputs, params = [run.upcast(x) for x in asked.inputs], [run.upcast(p) for p in asked.params]
     states = [None if v is None else run.upcast(v) for v in asked.states]
     try:
-        precisely = precise(seen.runnable(asked.core), autocast, sig.num_inputs + sig.num_states)
+        precisely = precise(_on_copies(asked), autocast, sig.num_inputs + sig.num_states)
         _, current = first_step(precisely, sig, inputs, states, params, num_outputs)
     except Exception:  # whatever the core raises: the loop raises it again, where it would run
         raise error from None
@@ -306,7 +311,7 @@ def run_parts(runs: Callable[[CapturedValues], Result], error: FlexSNError, aske
     Raises:
         CannotFuseError, ShapeMismatchError: why none takes the parts, or the `error`.
     """
-    core, seen, sig, inputs, states, params = asked[:6]
+    seen, sig, inputs, states, params = asked[1:6]
     if isinstance(error, ComplexStepError):
         look = seen.wrapped(error.layout)
         return look, runs(look)
@@ -324,7 +329,7 @@ def run_parts(runs: Callable[[CapturedValues], Result], error: FlexSNError, aske
         )  # fmt: skip
     for outer, has in found:
         try:
-            returned, current = first_step(seen.runnable(core), sig, inputs, states, params, asked.num_outputs)
+            returned, current = first_step(_on_copies(asked), sig, inputs, states, params, asked.num_outputs)
         except Exception:  # whatever the core raises: the loop raises it again, where it would run
             if misfit:
                 raise

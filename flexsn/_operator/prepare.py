@@ -224,6 +224,15 @@ def stand_in(tensor: Tensor, transformed: bool = False) -> Tensor:
     return torch.nn.Parameter(plain, plain.requires_grad) if isinstance(tensor, torch.nn.Parameter) else plain
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy, a leaf of autograd."""
+    made = stand_in(tensor)
+    if made is not tensor:
+        with torch.no_grad():
+            made.copy_(tensor)
+    return made
+
+
 def _while_tracing(name: str, asked: CoreCall, differentiable: bool) -> tuple[Program, Shapes]:
     """Find or make the program for a call whose tensors cannot be read: the core runs on stand-ins of captured tensors, and
     symbolic sizes get numbers."""

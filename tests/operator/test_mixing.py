@@ -628,6 +628,71 @@ def test_what_is_kept_of_calls_follows_what_needs_gradients():
                 torch.testing.assert_close(a, b)
 
 
+def scaled(x, v, p):
+    v = torch.tanh(0.5 * v * p[0] + x * v + v @ p)
+    return v * 1.5, v
+
+
+@on_cpu
+@pytest.mark.parametrize("changed", ["state", "param"])
+def test_hooks_that_copy_what_is_saved(changed):
+    """The backward reads the copies, whatever becomes of the tensors."""
+    for _ in range(4):
+        given, runs = (torch.randn(5, 4, 6), torch.randn(4, 6), torch.randn(6, 6) / 3), []
+        for backend in ("auto", "torch"):
+            x, v, p = [t.clone().requires_grad_() for t in given]
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+                found = flexsn.scan(scaled, [x], [v], [p], backend=backend)
+            with torch.no_grad():
+                {"state": v, "param": p}[changed].mul_(-3.0).add_(1.0)
+            runs.append(torch.autograd.grad(found.outputs[0].square().sum() + found.states[0].sum(), (x, v, p)))
+        for a, b in zip(*runs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@on_cpu
+def test_tensors_of_inference_mode_in_training():
+    with torch.inference_mode():
+        x, v = torch.randn(5, 4, 6), torch.randn(4, 6)
+    p = (torch.randn(6, 6) / 3).requires_grad_()
+    for _ in range(3):
+        y = flexsn.scan(scaled, [x], [v], [p]).outputs[0]
+        (found,) = torch.autograd.grad(y.square().sum(), p)
+        y = flexsn.scan(scaled, [x.clone()], [v.clone()], [p], backend="torch").outputs[0]
+        torch.testing.assert_close(found, torch.autograd.grad(y.square().sum(), p)[0])
+
+
+@on_cpu
+def test_results_without_gradients_may_be_changed_with_them():
+    for _ in range(4):
+        with torch.no_grad():
+            found = flexsn.scan(scaled, [torch.randn(5, 4, 6)], [torch.randn(4, 6)], [torch.randn(6, 6) / 3])
+        for y in (*found.outputs, *found.states):
+            assert y.mul_(torch.ones((), requires_grad=True)).requires_grad
+
+
+@on_cpu
+def test_trials_are_no_steps_of_a_batch_norm():
+    """Of a core whose states have another width than its input, which takes trials."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.norm, self.narrow = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 6)
+
+        def forward(self, x, v, u):
+            v = torch.tanh(0.5 * v + self.norm(self.wide(x + u)))
+            u = 0.5 * u + self.narrow(v)
+            return u, v, u
+
+    net = Net()
+    for calls in range(1, 4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            flexsn.scan(net, [torch.randn(5, 4, 6)], [torch.zeros(4, 12), torch.zeros(4, 6)])
+        assert net.norm.num_batches_tracked == 5 * calls
+
+
 @on_cpu
 def test_replays_hold_no_weights():
     layer = flexsn.Recurrent(flexsn.LIF(), nn.Linear(64, 64), stateful=False)

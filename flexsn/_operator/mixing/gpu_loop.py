@@ -190,7 +190,7 @@ class _Walks:
         with torch.inference_mode(False), torch.no_grad():
             self.sequences = {key: torch.empty((MOST, *t.shape[1:]), dtype=t.dtype, device=t.device) for key, t in sequences.items()}
             self.rest = {key: torch.empty_like(t).requires_grad_(t.requires_grad) for key, t in rest.items()}
-            self.still = loop.over(self.rest)
+            self.still = loop.over(self.rest, {}, 0)
 
     def play(
         self, loop: Any, sequences: Tensors, rest: Tensors, order: range, before: Callable[[int], Tensors]

@@ -19,6 +19,7 @@ from ..._runtime import fork
 from ..._torch.tensors import has_storage
 from ..._torch.transforms import is_plain
 from ...errors import DoubleBackwardError
+from ..autograd import savable
 from ..call import Call
 from .mixing_calls import MixingFunction, Place
 from .recurrence import IN_CACHE, Loop, OneStep
@@ -147,7 +148,7 @@ class _Recurrence(torch.autograd.Function):
         mixed = {p: walked.mixed[p] for p in shared}
         groups += [tuple(group) for group in (walked.gives, walked.finals, walked.trail, mixed)]
         ctx.groups = tuple(groups)
-        ctx.save_for_backward(*tensors, *kept.values())
+        ctx.save_for_backward(*savable([*tensors, *kept.values()]))
         ctx.set_materialize_grads(False)
         return tuple([t.detach() for group in (walked.gives, walked.finals, walked.trail, mixed) for t in group.values()])
 
@@ -174,16 +175,16 @@ class _Recurrence(torch.autograd.Function):
 
 def _pulled(ctx: Any, saved: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the gradients of the operands, and of the fixed tensors of mixing calls, as far as they are needed."""
-    loop: Loop = ctx.loop
     count = len(ctx.like.tensors)
     kept = dict(zip(ctx.kept, saved[len(saved) - len(ctx.kept) :], strict=True))
     leaves = ctx.like.of([t.detach().requires_grad_(need) for t, need in zip(saved[:count], needs, strict=False)])
-    fixed, fixed_needs = iter(saved[count:]), iter(needs[count:])
-    loop.of_fixed.clear()
-    loop.known = {p: t.detach() for p, t in leaves.known.items()}
-    for j in loop.piece.calls:
-        loop.mix[j].fixed = [next(fixed) for _ in loop.mix[j].fixed]
-        loop.needs[j] = [next(fixed_needs) for _ in loop.mix[j].fixed]
+    places: list[Any] = [("fixed", j, n) for j in ctx.loop.piece.calls for n in range(len(ctx.loop.mix[j].fixed))]
+    tensors: dict[Any, Tensor] = dict(zip(places, saved[count:], strict=False))
+    for name, group in (("state", leaves.states), ("param", leaves.params), ("captured", leaves.captured)):
+        tensors |= {(name, key): t for key, t in group.items()}
+    loop, fixed_needs = ctx.loop.over(tensors, leaves.known, ctx.loop.T), iter(needs[count:])
+    loop.needs = {j: [next(fixed_needs) for _ in mix.fixed] for j, mix in loop.mix.items()}
+    loop.trains, loop.views, loop.graphs = ctx.loop.trains, {*ctx.loop.views}, ctx.loop.graphs
     whole, given = over_whole(loop, leaves, kept, trains=True), iter(grads)
     of_gives, of_finals, of_trail, of_mixed = [{key: next(given) for key in group} for group in ctx.groups]
     of_trail = {k: of_trail.get(k) for k in whole.trail}
@@ -197,7 +198,6 @@ def _pulled(ctx: Any, saved: Sequence[Tensor], needs: Sequence[bool], grads: Seq
         of_leaves[key] = _sum(of_leaves.get(key), g)
     places = [*leaves.known, *[("v", k, 0) for k in leaves.states], *[("param", n) for n in leaves.params], *leaves.captured]
     own = [of_leaves.get(key) if need else None for key, need in zip(places, needs, strict=False)]
-    loop.known = {}
     return [*own, *_of_fixed(loop, whole.trail, computed, found)]
 
 

@@ -10,6 +10,7 @@ So the backward decides nothing anew: it reads the results of the mixing calls t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -176,7 +177,6 @@ class Loop:
         mix: mixing calls, by number.
         trains: which of the tensors that the call takes have gradients; none if it does not train.
         written_down, cut: whether a walk ran, and not what was noted of one; how its kernel divides the work.
-        without_graph: convolutions without graphs of autograd, whose weights have gradients of all steps at once. On a CPU no large ones.
     """
 
     def __init__(
@@ -196,13 +196,18 @@ class Loop:
         self.trains, self.written_down, self.cut = tuple[bool, ...](), False, ""
         self.graphs = dict[tuple[int, int], Graph]()  # of calls, by step, as the forward kept them
         self.device = next(iter(states.values())).device
-        large = {j for j in piece.calls if self.device.type == "cpu" and math.prod(cut.mixing[j].results[0].shape) > IN_CACHE // 2}
-        self.without_graph = {j for j in piece.calls if j not in large and mix[j].convolution is not None}
 
     @property
     def kind(self) -> tuple:
         """What of a call its tensors do not tell."""
         return self.number, self.T, self.given.backend, self.given.autocast, self.device, self.trains
+
+    @functools.cached_property
+    def without_graph(self) -> set[int]:
+        """Convolutions without graphs of autograd, whose weights have gradients of all steps at once. On a CPU no large ones."""
+        most = IN_CACHE // 2 if self.device.type == "cpu" else math.inf
+        found = {j for j, mix in self.mix.items() if mix.convolution is not None}
+        return {j for j in found if math.prod(self.mixing[j].results[0].shape) <= most}
 
     def note(self, how: str) -> None:
         """Note how the loop over time ran, for `explain`."""
@@ -236,12 +241,12 @@ class Loop:
         found |= {("captured", name): t for name, t in self.captured.items()}
         return found | {("fixed", j, n): t for j in self.piece.calls for n, t in enumerate(self.mix[j].fixed)}
 
-    def over(self, tensors: Mapping[Any, Tensor]) -> Loop:
-        """Return the same loop over other tensors: states, and such as are the same at every step; sequences are still to be given."""
+    def over(self, tensors: Mapping[Any, Tensor], known: Mapping[Place, Tensor], T: int) -> Loop:
+        """Return the same loop over other tensors: states, and such as are the same at every step, and T steps of sequences."""
         given = self.given._replace(inputs=(), states=(), params=tuple([tensors["param", n] for n in range(len(self.given.params))]))
         mix = {j: self.mix[j].of_none().over([tensors["fixed", j, n] for n in range(len(self.mix[j].fixed))]) for j in self.piece.calls}
         captured = {name: tensors["captured", name] for name in self.captured}
-        loop = Loop(given, self.piece, {}, {k: tensors["state", k] for k in self.start}, mix, captured, 0)
+        loop = Loop(given, self.piece, known, {k: tensors["state", k] for k in self.start}, mix, captured, T)
         loop.needs = {j: list(needs) for j, needs in self.needs.items()}
         return loop
 
@@ -249,9 +254,8 @@ class Loop:
         """Return rows of one step: of what it takes those of the first step, of what it computes any."""
         rows = {p: t[:1] for p, t in self.known.items()} | {("v", k, 0): v.unsqueeze(0) for k, v in self.start.items()}
         some = next(iter(self.start.values()))
-        return rows | {
-            p: some.new_empty((1, *meta.shape), dtype=meta.dtype) for p in self.mixed for meta in [self.mixing[p[1]].results[p[2]]]
-        }
+        metas = {p: self.mixing[p[1]].results[p[2]] for p in self.mixed}
+        return rows | {p: some.new_empty((1, *meta.shape), dtype=meta.dtype) for p, meta in metas.items()}
 
     @torch.no_grad()
     def forward(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
@@ -280,11 +284,7 @@ class Loop:
                 for j in stage.calls:
                     operands = [rows[p].squeeze(0) for p in self.mixing[j].operands]
                     results = self._called(t, j, operands)
-                    if (
-                        t == 0
-                        and self.mixing[j].operands[0][0] in "am"
-                        and all(has_storage(y) and _shares(y, operands[0]) for y in results)
-                    ):
+                    if t == 0 and self.mixing[j].operands[0][0] in "am" and all(_shares(y, operands[0]) for y in results):
                         self.views.add(j)
                     rows.update(zip(self.results_of[j], [y.unsqueeze(0) for y in results], strict=True))
             states = {k: v for found in after for k, v in found.items()}

@@ -72,6 +72,7 @@ def run_mixing(given: Given, sequences: bool) -> Results:
     device, kinds = given.inputs[0].device, known.setdefault("calls", Kinds())
     what = sequences, given.backend, given.autocast, device, torch.is_inference_mode_enabled()
     found, _ = kinds.run(what, [*operands, *captured.values()], work)
+    found = [t if t._base is None else t.detach() for t in found]  # a view made without gradients may not be written to with them
     ends = len(given.states)
     outs = 2 * ends if sequences else ends
     return found[:ends], found[ends:outs], found[outs:]
