@@ -12,6 +12,7 @@ from torch.nn.functional import layer_norm, linear
 
 import flexsn
 from flexsn import surrogate
+from flexsn._captured.captured_values import look
 from flexsn._codegen.triton_walk import WalkSource
 
 BUILD = textwrap.dedent("""
@@ -64,6 +65,7 @@ def test_walks_build_for_gpus_that_are_not_there(core, rows, held, products, alo
         return own(self, name, **options)
 
     monkeypatch.setattr(WalkSource, "text", noted)
+    look(core).over_parts.clear()  # nothing is known of calls before
     x, w = torch.randn(3, 2, 16, requires_grad=True), torch.randn(rows * 16, 16, requires_grad=True)
     flexsn.scan(core, [x], [torch.zeros(2, 16)] * 2, [w], backend="triton").outputs[0].sum().backward()
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
