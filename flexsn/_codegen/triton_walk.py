@@ -259,6 +259,7 @@ class WalkSource:
             opening += line.opening(held=held)
         opening += [f"{name}_next = {load.format(t='begin', mask='mask')}" for name, (load, _) in self.loads.items()]
         loop = [f"start, t = passed == 0, begin {'-' if back else '+'} passed"]
+        loop += ["# the next step, whose rows are loaded while this one is computed"] if self.loads else []
         loop += ["after, ahead = t - 1, (mask & (t > 0)) != 0" if back else "after, ahead = t + 1, (mask & (t + 1 < T)) != 0"]
         loop += [f"{name} = {name}_next{wide}" for name, (_, wide) in self.loads.items()]
         loop += [f"{name}_next = {load.format(t='after', mask='ahead')}" for name, (load, _) in self.loads.items()]

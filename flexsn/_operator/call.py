@@ -80,7 +80,7 @@ class Call:
         self.absent = {role for role, kind in zip(self.roles, self.kinds, strict=False) if kind is None}
         self.checkpoints = program.checkpoints(T)
         self.saved = () if type(self.checkpoints) is int and not self.checkpoints else roles(Kind.CHECKPOINT, sig.num_states)
-        self.results = (*roles(Kind.OUTPUT, program.num_outputs), *program.states, *roles(Kind.STATES, sig.num_states * sequences))
+        self.results = (*roles(Kind.OUTPUT, program.num_outputs), *program.states, *roles(Kind.STATES, sig.num_states if sequences else 0))
         self.bounds = program.num_outputs, program.num_outputs + sig.num_states
         states = [(s, 0) for s in shapes.states]
         self.result_shapes = [((T, *s), 1) for s in shapes.outputs] + states + [((T, *s), 1) for s in shapes.states if sequences]

@@ -25,7 +25,7 @@ Work = Callable[[], tuple[list[Tensor], Any]]  # returns what a call gives, and 
 
 
 class Kinds:
-    """Kinds of calls of one thing: what is known of them.
+    """What is known of calls of one function, by their kind.
 
     The second time that a call of a kind runs, what PyTorch does for it is noted, and calls after that do the same again.
     """
@@ -94,7 +94,7 @@ class _Step(NamedTuple):
     writes: bool | None
 
 
-# Of ops that are noted often: these find their way to PyTorch sooner
+# Methods in the place of ops that are noted often: Python takes less time to call them
 _METHODS = {
     getattr(getattr(torch.ops.aten, name), overload): getattr(Tensor, name)
     for name, overload in (

@@ -21,7 +21,7 @@ from .memory import allocator
 
 
 class _Noting(threading.local):
-    """What notes the launches of this thread, if anything (`_program/replay.py`)."""
+    """The `Notes` (`_program/replay.py`) of the call that runs on this thread; None where none is noted."""
 
     notes: Any = None
 
@@ -30,16 +30,17 @@ noting = _Noting()
 
 
 def as_one(run: Callable[[Sequence[Any]], Any], tensors: Sequence[Any], *, addresses: bool = False) -> Any:
-    """Return `run(tensors)`: a tensor, a list of them, or None. To what notes ops that is one op, so `run` holds no tensors.
+    """Return `run(tensors)`. Where the call is noted, that is one op of the notes.
 
     Args:
-        addresses: whether all that matters of the tensors is where they lie.
+        run: returns a tensor, a list of them, or None; it holds no tensors, as the notes keep it for later calls.
+        addresses: whether it reads no more of the tensors than where they lie in memory.
     """
     return run(tensors) if noting.notes is None else noting.notes.one(run, tensors, addresses=addresses)
 
 
-def repeats_nothing(why: str) -> None:
-    """Tell what notes ops, if anything, that these are not to be run again."""
+def refuse_notes(why: str) -> None:
+    """Where the call is noted: stop that, as its ops cannot be run again, or should not be."""
     if noting.notes is not None:
         noting.notes.refuse(why)
 

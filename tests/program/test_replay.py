@@ -5,7 +5,7 @@ import torch
 from helpers import on_cpu
 
 from flexsn._program.replay import Kinds, Notes, layouts
-from flexsn._runtime.launch import as_one, repeats_nothing
+from flexsn._runtime.launch import as_one, refuse_notes
 
 pytestmark = on_cpu
 
@@ -122,7 +122,7 @@ def test_what_is_long_is_not_noted():
     x = torch.ones(3)
     with Notes([x]) as notes:
         y = x + 1.0
-        repeats_nothing("it is long")
+        refuse_notes("it is long")
         y = as_one(lambda given: given[0] * 2.0, [y]) + x
     assert notes.replay([y]) is None and notes.strange == "it is long" and not notes.values
 

@@ -99,6 +99,7 @@ class Links(NamedTuple):
 
     @classmethod
     def of(cls, piece: Recurrence, mixing: Sequence[Mixing]) -> Links:
+        """Return those of a recurrence of a core with these mixing calls."""
         results_of = {j: [("m", j, i) for i in range(len(mixing[j].results))] for j in piece.calls}
         given = [[p for segment in stage.segments for p in segment.gives] for stage in piece.stages]
         takes = {p for stage in piece.stages for segment in stage.segments for p in segment.takes}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._captured.captured_values import CapturedValues
-from ..._runtime.launch import repeats_nothing
+from ..._runtime.launch import refuse_notes
 from ..._torch.autograd import saved_tensors_hooks_there
 from ..._torch.fake_tensors import disable_modes
 from ..._torch.tensors import has_storage
@@ -123,7 +123,7 @@ class OneStep:
             given.core, self.look, segment.signature, takes, states, params, dict(captured), len(segment.gives), given.backend,
             sequences=sequences,
         )  # fmt: skip
-        with disable_modes():  # of which none is the user's: what notes ops has nothing to note here
+        with disable_modes():  # the mode that notes ops: what is prepared once is no part of a call
             call = prepare(asked, build=False)
             call.expects = expects
             call.compile([*takes, *states, *params, *[captured[name] for name in call.captured]])
@@ -175,8 +175,9 @@ class Loop:
         known: sequences `[T, ...]` that the recurrence takes.
         states: at the start, by number.
         mix: mixing calls, by number.
-        trains: which of the tensors that the call takes have gradients; none if it does not train.
-        written_down, cut: whether a walk ran, and not what was noted of one; how its kernel divides the work.
+        trains: of every tensor that the call takes, whether it has a gradient; empty for a call without gradients.
+        written_down: whether the walk was written down in this call; else what was noted of an earlier one ran.
+        cut: how its kernel divides the work, for `explain`.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class Loop:
         if (walked := walks.forward(self, keeps=keeps)) is not None:
             return walked
         self.written_down = True
-        repeats_nothing(_LONG)
+        refuse_notes(_LONG)
         return gpu_loop.forward(self, keeps=keeps) or self.walk(keeps=keeps)
 
     def walk(self, *, keeps: bool) -> tuple[dict[Place, Tensor], dict[int, Tensor]]:
@@ -319,7 +320,7 @@ class Loop:
         """
         if (back := walks.backward(self, computed, trail, grads, ends, trails)) is not None:
             return back
-        repeats_nothing(_LONG)
+        refuse_notes(_LONG)
         if (back := gpu_loop.backward(self, computed, trail, grads, ends, trails)) is not None:
             return back
         found, fed, _ = self.walk_back(computed, trail, grads, ends, trails)
