@@ -2,7 +2,7 @@
 
 `flexsn.over_time` of a feed-forward network beside the same layers called one by one on whole sequences, and beside a loop over the
 network in single steps. Then `flexsn.scan` of cores with mixing calls (two layers in one core, two layers with feedback, an LSTM with one
-product for its gates, a norm, a sum or a softmax inside the recurrence) beside a plain loop over `x.unbind(0)`. All in turns, inference and training steps;
+product for its gates, a norm, a sum, a softmax or a convolution inside the recurrence) beside a plain loop over `x.unbind(0)`. All in turns, inference and training steps;
 results are compared first. `--device cuda` runs it on a GPU.
 """
 
@@ -135,7 +135,7 @@ def cores(width: int, device: str) -> dict[str, tuple[Callable, int, list[nn.Par
     layers = [nn.Linear(width, width, device=device) for _ in range(3)]
     gates = [nn.Linear(width, 4 * width, device=device) for _ in range(2)]
     first, second, back = layers
-    norm = nn.LayerNorm(width, device=device)
+    norm, filters = nn.LayerNorm(width, device=device), nn.Conv2d(8, 8, 3, padding=1, device=device)
 
     def two_layers(x: Tensor, v: Tensor, u: Tensor) -> tuple[Tensor, ...]:
         v = v + (first(x) - v) / 2.0
@@ -172,14 +172,27 @@ def cores(width: int, device: str) -> dict[str, tuple[Callable, int, list[nn.Par
         s = flexsn.surrogate.atan(h - 1.0)
         return s, h * (1.0 - s)
 
+    def convolved(x: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        h = v + (2.0 * x + filters(s) - v) / 2.0
+        s = flexsn.surrogate.atan(h - 1.0)
+        return s, h * (1.0 - s), s
+
+    def convolved_small(x: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        return convolved(x, v, s)
+
     own = {two_layers: [first, second], feedback: layers, lstm: gates, normed: [first, norm], inhibited: [], competing: []}
-    states = {two_layers: 2, feedback: 3, lstm: 2, normed: 2, inhibited: 2, competing: 1}
+    own |= {convolved: [filters], convolved_small: [filters]}
+    states = {two_layers: 2, feedback: 3, lstm: 2, normed: 2, inhibited: 2, competing: 1, convolved: 2, convolved_small: 2}
     return {core.__name__: (core, states[core], [p for layer in own[core] for p in layer.parameters()]) for core in own}
+
+
+STEPS = {"convolved": (16, 8, 32, 32), "convolved_small": (2, 8, 8, 8)}  # of others [batch, width]
 
 
 def core_case(name: str, T: int, batch: int, width: int, device: str, repeats: int) -> dict:
     core, count, params = cores(width, device)[name]
-    x, rest = torch.randn(T, batch, width, device=device), [torch.zeros(batch, width, device=device)] * count
+    step = STEPS.get(name, (batch, width))
+    x, rest = torch.randn(T, *step, device=device), [torch.zeros(step, device=device)] * count
 
     def fused(x: Tensor) -> Tensor:
         return flexsn.scan(core, [x], rest, strict=True).outputs[0]
@@ -196,8 +209,7 @@ def core_case(name: str, T: int, batch: int, width: int, device: str, repeats: i
     return {
         "core": name,
         "T": T,
-        "batch": batch,
-        "width": width,
+        "step": step,
         "equal": same,
         **passes({"flexsn": fused, "loop": loop}, x, params, repeats),
     }

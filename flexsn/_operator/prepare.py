@@ -225,12 +225,9 @@ def stand_in(tensor: Tensor, transformed: bool = False) -> Tensor:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return a copy, a leaf of autograd."""
-    made = stand_in(tensor)
-    if made is not tensor:
-        with torch.no_grad():
-            made.copy_(tensor)
-    return made
+    """Return a copy of the same class, under transforms too."""
+    made = tensor.clone()
+    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
 
 
 def _while_tracing(name: str, asked: CoreCall, differentiable: bool) -> tuple[Program, Shapes]:
