@@ -18,7 +18,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "flexsn"
 AROUND = {"neurons", "lowlevel", "_viz", "_report", "interchange", "_cli"}  # what stands on the engine
-CEILINGS = {"lowlevel": 999, "engine": 15_099, "package": 21_802, "C++": 673}
+CEILINGS = {"lowlevel": 999, "engine": 15_096, "package": 21_799, "C++": 692}
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

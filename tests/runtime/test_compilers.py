@@ -1,6 +1,7 @@
 """Compilers other than a whole g++: bits, threads and flags with clang++, and with a g++ that knows no OpenMP or not every flag."""
 
 import os
+import platform
 import shutil
 
 import pytest
@@ -76,6 +77,31 @@ def test_every_compiler_gives_the_same_bits(compiler, dtype, threads, monkeypatc
     want, again = results(dtype, monkeypatch)
     assert loaded == again == 2
     assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * len(want)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("march", ["haswell", "x86-64-v2", "skylake-avx512"])
+def test_kernels_for_other_processors(march, dtype, tmp_path, monkeypatch):
+    """Vectors are of 256, 128 and 512 bits there, and compilers ask for functions of each width, and of half of it."""
+    if march == "skylake-avx512" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        pytest.skip("this processor has no AVX-512")
+
+    def core(x, v):
+        v = torch.tanh(x + v) + torch.pow(v.abs() + 1.0, 0.1 * x) + torch.atan2(x, v) + torch.sigmoid(x)
+        return v, v
+
+    x = torch.randn(4, 71, dtype=dtype, requires_grad=True)
+    found = []
+    flexsn.scan(lambda x: x + 0.5, [x.detach()], backend="cpp")  # imports what reads $CXX once
+    monkeypatch.setenv("CXX", script(tmp_path / "c++", f'exec g++ "$@" -march={march}'))
+    monkeypatch.setenv("FLEXSN_CACHE_DIR", str(tmp_path / "cache"))
+    loaded = forget(monkeypatch)
+    for backend in ("cpp", "torch"):
+        y = flexsn.scan(core, [x], [None], backend=backend).outputs[0]
+        found.append((y, *torch.autograd.grad(y.sum(), x)))
+    assert len(loaded) == 2
+    torch.testing.assert_close(*found)
 
 
 def test_any_number_of_threads_gives_the_same_bits(threads):

@@ -187,7 +187,7 @@ template <class T> inline int32_t exponent(T x) { int e = 0; std::frexp(x, &e); 
 
 // --- vector maths: Sleef, as libtorch_cpu carries it ------------------------------------------------------------------
 // FLEXSN_MATH1(exp, u10) makes flexsn::exp(float) and (double). In a vectorised loop the compiler calls the
-// 512- or 256-bit form; in scalar code the same vector form runs on one lane, so that bits never depend on the place.
+// 512-, 256- or 128-bit form; in scalar code the same vector form runs on one lane, so that bits never depend on the place.
 // (`x - f8_{}` spreads x over the lanes; `x + f8_{}` would turn -0 into 0.)
 #if defined(__x86_64__) && defined(__AVX2__) && defined(FLEXSN_SLEEF)
 typedef float f16_ __attribute__((vector_size(64)));
@@ -198,6 +198,13 @@ typedef double d4_ __attribute__((vector_size(32)));
 typedef double d2_ __attribute__((vector_size(16)));
 #define FLEXSN_SIMD __attribute__((simd("notinbranch"), const))
 #define FLEXSN_USED __attribute__((used))
+namespace flexsn {
+template <class To, class From> inline To resized(From x) {
+  To found = {};
+  std::memcpy(&found, &x, sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));
+  return found;
+}
+}  // namespace flexsn
 
 #if defined(__AVX512F__)
 #define FLEXSN_WIDE1(fn, acc)                                                                                         \
@@ -231,6 +238,12 @@ typedef double d2_ __attribute__((vector_size(16)));
   extern "C" FLEXSN_SIMD double flexsn_##fn(double);                                                                  \
   extern "C" FLEXSN_USED f8_ _ZGVdN8v_flexsn_##fn##f(f8_ x) { return Sleef_##fn##f8_##acc(x); }                       \
   extern "C" FLEXSN_USED d4_ _ZGVdN4v_flexsn_##fn(d4_ x) { return Sleef_##fn##d4_##acc(x); }                          \
+  extern "C" FLEXSN_USED f4_ _ZGVbN4v_flexsn_##fn##f(f4_ x) {                                                         \
+    return resized<f4_>(Sleef_##fn##f8_##acc(resized<f8_>(x)));                                                       \
+  }                                                                                                                   \
+  extern "C" FLEXSN_USED d2_ _ZGVbN2v_flexsn_##fn(d2_ x) {                                                            \
+    return resized<d2_>(Sleef_##fn##d4_##acc(resized<d4_>(x)));                                                       \
+  }                                                                                                                   \
   FLEXSN_WIDE1(fn, acc)                                                                                               \
   extern "C" FLEXSN_USED float scalar_##fn##f(float x) __asm__("flexsn_" #fn "f");                                    \
   extern "C" FLEXSN_USED double scalar_##fn(double x) __asm__("flexsn_" #fn);                                         \
@@ -247,6 +260,12 @@ typedef double d2_ __attribute__((vector_size(16)));
   extern "C" FLEXSN_SIMD double flexsn_##fn(double, double);                                                          \
   extern "C" FLEXSN_USED f8_ _ZGVdN8vv_flexsn_##fn##f(f8_ x, f8_ y) { return Sleef_##fn##f8##acc(x, y); }             \
   extern "C" FLEXSN_USED d4_ _ZGVdN4vv_flexsn_##fn(d4_ x, d4_ y) { return Sleef_##fn##d4##acc(x, y); }                \
+  extern "C" FLEXSN_USED f4_ _ZGVbN4vv_flexsn_##fn##f(f4_ x, f4_ y) {                                                 \
+    return resized<f4_>(Sleef_##fn##f8##acc(resized<f8_>(x), resized<f8_>(y)));                                       \
+  }                                                                                                                   \
+  extern "C" FLEXSN_USED d2_ _ZGVbN2vv_flexsn_##fn(d2_ x, d2_ y) {                                                    \
+    return resized<d2_>(Sleef_##fn##d4##acc(resized<d4_>(x), resized<d4_>(y)));                                       \
+  }                                                                                                                   \
   FLEXSN_WIDE2(fn, acc)                                                                                               \
   extern "C" FLEXSN_USED float scalar_##fn##f(float x, float y) __asm__("flexsn_" #fn "f");                           \
   extern "C" FLEXSN_USED double scalar_##fn(double x, double y) __asm__("flexsn_" #fn);                               \
