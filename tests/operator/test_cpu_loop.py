@@ -217,6 +217,31 @@ def test_what_it_has_no_op_for_walks_in_python(mix, walked):
     assert not walked
 
 
+def product(a, w, bias, start=None):
+    """`a @ w + bias`, or that and where it starts, by the loop."""
+    walk = Walk(1, a.shape[:1], a.dtype, w.shape[1])
+    found = walk.rows_of(torch.zeros(1, len(a), w.shape[1], dtype=a.dtype) if start is None else start.clone().unsqueeze(0), w.shape[1])
+    walk.product(walk.rows_of(a.unsqueeze(0), a.shape[1]), found, w, bias, adds=start is not None)
+    tensors, launch = walk.kernel_of(back=False)
+    launch(tensors)
+    return found.tensor[0]
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5, 0.1, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, f64])
+@pytest.mark.parametrize(("rows", "K", "N"), [(1, 1, 1), (45, 300, 70), (32, 128, 32), (13, 131, 33)])
+def test_products(rows, K, N, dtype, rate):
+    """They err no more than PyTorch's own, and a row has the same bits whatever rows stand beside."""
+    a = torch.randn(rows, K, dtype=dtype) * (torch.rand(rows, K) < rate)
+    a[rows // 2 :] *= torch.rand(rows - rows // 2, K) < 0.2  # of which some are driven by what is not zero, and others are not
+    w, bias, start = torch.randn(K, N, dtype=dtype), torch.randn(N, dtype=dtype), torch.randn(rows, N, dtype=dtype)
+    found, added = product(a, w, bias), product(a, w, None, start)
+    within = {"rtol": 0, "atol": K**0.5 * (3e-6 if dtype is torch.float32 else 1e-14)}
+    torch.testing.assert_close(found.double(), a.double() @ w.double() + bias.double(), **within)
+    torch.testing.assert_close(added.double(), a.double() @ w.double() + start.double(), **within)
+    assert all(torch.equal(product(row[None], w, bias)[0], found[i]) for i, row in enumerate(a))
+
+
 @pytest.mark.parametrize("rate", [1.0, 0.05], ids=["any values", "mostly zero"])
 @pytest.mark.parametrize("dtype", [torch.float32, f64])
 @pytest.mark.parametrize(("rows", "K", "N"), [(700, 40, 70), (1, 3, 5), (300, 9, 32), (513, 17, 33)])

@@ -1,4 +1,4 @@
-"""Loops over time of recurrent layers on a CPU, and gradients of their weights: `_runtime/cpp/recurrent.h`, for float and double."""
+"""Loops over time of recurrent layers on a CPU, and gradients of their weights: `_runtime/cpp/recurrent.h`, `products.h`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOP = """// the loop of recurrences over {name}s: kernels of one step, product
 FLEXSN_RUN {{ return flexsn::recurrent<{name}>(arrays, dims, T, N, threads, flag); }}
 """
 _OUTER = """// gradients of the weights of recurrences over {name}s
-#include "recurrent.h"
+#include "products.h"
 FLEXSN_RUN {{ return flexsn::outer<{name}>(arrays, dims, T, N, tile, threads); }}
 """
 

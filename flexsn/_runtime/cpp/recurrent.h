@@ -1,20 +1,13 @@
 // A recurrence on a CPU: at each step kernels of one step, products, and what else mixes the neurons of a sequence. Threads own sequences.
 #pragma once
-#include <algorithm>
-#include <vector>
-#include "tile.h"
+#include "products.h"
 
 FLEXSN_EXP
-
-#define FLEXSN_RUN \
-  extern "C" int run(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int flag)
 
 namespace flexsn {
 
 // A kernel of one step, as every generated one.
 using Step = int (*)(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large);
-
-constexpr int64_t GROUP = 32;  // sequences that a thread steps together
 
 // Where an array lies at step t.
 struct Place {
@@ -39,107 +32,6 @@ struct Kernel {
   int64_t count, width;
   bool dense;
 };
-
-// rows of `to` [columns] = or += rows of `from` [width] @ w [width, columns]
-template <class F> struct Product {
-  const F* w;
-  const F* bias;
-  std::vector<F> blocks;  // of `w`
-  bool finite;            // else zero times a weight is not zero
-  int64_t from, to, width, columns;
-  bool adds;
-};
-
-template <class F> inline F fused(F a, F b, F c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  return std::fma(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
-// Columns that a block of a product takes: a cache line or two of every row.
-template <class F> constexpr int64_t COLUMNS = 128 / sizeof(F);
-
-// Weights [width, columns] block of columns by block of columns, each dense and filled up with zeros.
-template <class F> std::vector<F> packed(const F* w, int64_t width, int64_t columns) {
-  constexpr int64_t J = COLUMNS<F>;
-  std::vector<F> found((columns + J - 1) / J * J * width, F(0));
-  for (int64_t k = 0; k < width; ++k) {
-    for (int64_t i = 0; i < columns; i += J) {
-      std::memcpy(&found[i * width + k * J], w + k * columns + i, (columns - i < J ? columns - i : J) * sizeof(F));
-    }
-  }
-  return found;
-}
-
-template <class F> bool all_finite(const F* values, int64_t count) {
-  F found = F(0);
-  for (int64_t i = 0; i < count; ++i) found += values[i] - values[i];  // NaN of what is not
-  return found == F(0);
-}
-
-// R rows of a product, in one block of columns of which `n` are there. Each sum runs over k in order, whatever R is.
-template <class F, int R> inline void dense(const F* const* a, const F* block, F* const* out, int64_t width, int64_t i, int64_t n) {
-  constexpr int J = COLUMNS<F>;
-  F sum[R][J];
-  for (int r = 0; r < R; ++r) for (int j = 0; j < J; ++j) sum[r][j] = j < n ? out[r][i + j] : F(0);
-  for (int64_t k = 0; k < width; ++k) {
-    const F* row = block + k * J;
-    for (int r = 0; r < R; ++r) {
-      const F x = a[r][k];
-#pragma omp simd
-      for (int j = 0; j < J; ++j) sum[r][j] = fused(x, row[j], sum[r][j]);
-    }
-  }
-  for (int r = 0; r < R; ++r) std::memcpy(out[r] + i, sum[r], n * sizeof(F));
-}
-
-// One row of a product, from the k at which it is not zero: spikes drive rows of the weights.
-template <class F> inline void sparse(const F* a, const int32_t* at, int64_t count, const F* w, F* out, int64_t columns) {
-  int64_t c = 0;
-  for (; c + 4 <= count; c += 4) {
-    const F *w0 = w + at[c] * columns, *w1 = w + at[c + 1] * columns, *w2 = w + at[c + 2] * columns, *w3 = w + at[c + 3] * columns;
-    const F a0 = a[at[c]], a1 = a[at[c + 1]], a2 = a[at[c + 2]], a3 = a[at[c + 3]];
-#pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) out[i] += (a0 * w0[i] + a1 * w1[i]) + (a2 * w2[i] + a3 * w3[i]);
-  }
-  for (; c < count; ++c) {
-    const F* w0 = w + at[c] * columns;
-    const F a0 = a[at[c]];
-#pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) out[i] = fused(a0, w0[i], out[i]);
-  }
-}
-
-// A row that is mostly zero is driven by what is not; the others go together. `a`, `out`: rows of the first sequence and bytes to the next.
-template <class F>
-inline void product(const Product<F>& p, const char* a, int64_t next, char* out, int64_t next_out, int64_t rows, int32_t* at) {
-  constexpr int64_t J = COLUMNS<F>;
-  const F* from[GROUP];
-  F* to[GROUP];
-  int64_t left = 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    const F* const row = reinterpret_cast<const F*>(a + r * next);
-    F* const target = reinterpret_cast<F*>(out + r * next_out);
-    if (!p.adds) for (int64_t i = 0; i < p.columns; ++i) target[i] = p.bias ? p.bias[i] : F(0);
-    int64_t count = 0;
-    for (int64_t k = 0; k < p.width; ++k) {
-      at[count] = int32_t(k);
-      count += row[k] != F(0);
-    }
-    if (p.finite && count * 4 <= p.width) sparse(row, at, count, p.w, target, p.columns);
-    else from[left] = row, to[left++] = target;
-  }
-  for (int64_t i = 0; i < p.columns && left; i += J) {
-    const int64_t n = p.columns - i < J ? p.columns - i : J;
-    const F* const block = p.blocks.data() + i * p.width;
-    int64_t r = 0;
-    for (; r + 8 <= left; r += 8) dense<F, 8>(from + r, block, to + r, p.width, i, n);
-    for (; r + 4 <= left; r += 4) dense<F, 4>(from + r, block, to + r, p.width, i, n);
-    for (; r < left; ++r) dense<F, 1>(from + r, block, to + r, p.width, i, n);
-  }
-}
 
 // Mean of a row and one over its deviation, as `layer_norm` takes them.
 template <class F> inline void moments(const F* x, int64_t n, F eps, F& mean, F& scale) {
@@ -245,7 +137,7 @@ template <class F> int recurrent(void* const* arrays, const int64_t* dims, int64
   int failed = 0;
   parallel(threads, [=, &failed, &place, &ops, &kernels, &products](int thread, int threads) {
     std::vector<void*> now(most);
-    std::vector<int32_t> at(widest + 1);
+    std::vector<int32_t> at(widest + 16);
     const Share share(sequences, group, thread, threads);
     for (int64_t begin = share.begin; begin < share.end; begin += group) {
       const int64_t rows = share.end - begin < group ? share.end - begin : group;
@@ -295,61 +187,6 @@ template <class F> int recurrent(void* const* arrays, const int64_t* dims, int64
     }
   });
   return failed;
-}
-
-// R rows of `out`, in one block of `n` columns: add the sum of the outer products of `count` rows, which runs over them in order.
-template <class F, int R> inline void add_outer(const F* a, int64_t width, const F* block, F* out, int64_t columns, int64_t count, int64_t n) {
-  constexpr int J = COLUMNS<F>;
-  F sum[R][J];
-  for (int r = 0; r < R; ++r) for (int j = 0; j < J; ++j) sum[r][j] = F(0);
-  for (int64_t m = 0; m < count; ++m) {
-    const F* row = block + m * J;
-    for (int r = 0; r < R; ++r) {
-      const F x = a[m * width + r];
-#pragma omp simd
-      for (int j = 0; j < J; ++j) sum[r][j] = fused(x, row[j], sum[r][j]);
-    }
-  }
-  for (int r = 0; r < R; ++r) for (int64_t j = 0; j < n; ++j) out[r * columns + j] += sum[r][j];
-}
-
-// Gradient of weights: out [width, columns] = the sum over rows of outer products of `a` [rows, width] and `g` [rows, columns]; the first
-// rows of `a` lie apart. A thread owns rows of `out`, whose sums run over the rows of `a` in order.
-//   arrays: the first rows of `a`, the others, `g`, `out`; dims: how many the first are, whether most of `a` is zero
-template <class F> int outer(void* const* arrays, const int64_t* dims, int64_t rows, int64_t width, int64_t columns, int threads) {
-  const F *first = static_cast<const F*>(arrays[0]), *rest = static_cast<const F*>(arrays[1]), *g = static_cast<const F*>(arrays[2]);
-  F* const out = static_cast<F*>(arrays[3]);
-  const int64_t apart = dims[0];
-  const bool few = dims[1] != 0;
-  parallel(threads, [=](int thread, int threads) {
-    constexpr int64_t J = COLUMNS<F>, M = 256;  // rows that a block of `g` has
-    const int64_t begin = width * thread / threads, end = width * (thread + 1) / threads;
-    for (int64_t i = begin * columns; i < end * columns; ++i) out[i] = F(0);
-    for (int64_t r = 0; r < rows && few; ++r) {
-      const F* a = r < apart ? first + r * width : rest + (r - apart) * width;
-      const F* by = g + r * columns;
-      for (int64_t k = begin; k < end; ++k) {
-        const F x = a[k];
-        if (x == F(0)) continue;
-        F* to = out + k * columns;
-#pragma omp simd
-        for (int64_t i = 0; i < columns; ++i) to[i] = fused(x, by[i], to[i]);
-      }
-    }
-    std::vector<F> block(few ? 0 : M * J);
-    for (int64_t r = 0, count; r < rows && !few; r += count) {
-      const F* const a = r < apart ? first + r * width : rest + (r - apart) * width;
-      count = std::min(M, (r < apart ? apart : rows) - r);
-      for (int64_t i = 0; i < columns; i += J) {
-        const int64_t n = std::min(J, columns - i);
-        for (int64_t m = 0; m < count; ++m) std::memcpy(&block[m * J], g + (r + m) * columns + i, n * sizeof(F));
-        int64_t k = begin;
-        for (; k + 8 <= end; k += 8) add_outer<F, 8>(a + k, width, block.data(), out + k * columns + i, columns, count, n);
-        for (; k < end; ++k) add_outer<F, 1>(a + k, width, block.data(), out + k * columns + i, columns, count, n);
-      }
-    }
-  });
-  return 0;
 }
 
 }  // namespace flexsn
