@@ -41,12 +41,12 @@ from ..errors import (
 from . import call as run
 from . import dtensor as sharding
 from .autograd import record, run_call
+from .default_states import DefaultStates, default_states
 from .eager_loop import eager_loop, first_step
 from .fallback import noting, warn_once
 from .mixing.cut import Cut, take_apart
-from .mixing.default_states import DefaultStates, default_states
+from .mixing.one_step import Given
 from .mixing.precision import precise
-from .mixing.recurrence import Given
 from .mixing.run import run_mixing
 from .prepare import PLAIN, CoreCall, copied, prepare, refuse_freed, stand_in
 

@@ -73,6 +73,44 @@ class Kinds:
 
 _SEEN, _REPEATS = "seen", "runs anew each time"
 
+Tensors = list[Tensor | None]
+
+
+class Repeated:
+    """A function of tensors that is called over and over, as of the steps of a loop, with tensors that are laid out alike.
+
+    What its second call does is noted, and later ones do that. Of two steps in a row the second takes what the first returned: where the
+    third is given tensors like those of the second, so are all after it.
+
+    Args:
+        function: also of tensors that it is not given, which are the same in every call: `fixed`.
+        repeats: whether all that it does is in what it returns.
+    """
+
+    def __init__(self, function: Callable[[Tensors], Tensors], fixed: Sequence[Tensor], *, repeats: bool):
+        self.function, self.fixed, self.repeats, self.calls = function, fixed, repeats, 0
+        self.replay: Replay | None = None
+        self.layouts, self.there = tuple[Any, ...](), list[bool]()
+
+    def __call__(self, given: Tensors) -> Tensors:
+        self.calls += 1
+        if self.calls == 2 and self.repeats and noting.notes is None and not transforms_or_modes_active():
+            with Notes(_there((*given, *self.fixed))) as notes:
+                results = self.function(given)
+            self.layouts, self.there = layouts(given), [t is not None for t in results]
+            self.replay = notes.replay(_there(results))
+            return results
+        if self.calls == 3 and layouts(given) != self.layouts:
+            self.replay = None
+        if self.replay is None:
+            return self.function(given)
+        found = iter(self.replay(_there((*given, *self.fixed))))
+        return [next(found) if there else None for there in self.there]
+
+
+def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
 
 class _Step(NamedTuple):
     """One op.

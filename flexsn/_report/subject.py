@@ -17,7 +17,7 @@ from .._capture.signature import Signature, check_operands, core_name, make_sign
 from .._captured.captured_values import CapturedValues, look
 from .._operator.call import upcast
 from .._operator.mixing.cut import Cut
-from .._operator.mixing.recurrence import Given
+from .._operator.mixing.one_step import Given
 from .._operator.mixing.run import run_mixing, with_walks
 from .._operator.prepare import CoreCall
 from .._runtime.fork import autocast_dtype

@@ -16,10 +16,11 @@ from torch.nn.functional import linear
 import flexsn
 from flexsn import surrogate
 from flexsn._operator.call import Call
-from flexsn._operator.mixing import run
+from flexsn._operator.mixing import recurrence, run
 from flexsn._operator.mixing.cpp_walk import Walk
 from flexsn._operator.mixing.mixing_calls import MixingFunction, functions_of_step
 from flexsn._program.compiled import Program
+from flexsn._program.replay import Repeated
 from flexsn.errors import DoubleBackwardError, FallbackWarning, NotElementwiseError, ShapeMismatchError
 
 f32, f64 = torch.float32, torch.float64
@@ -664,9 +665,10 @@ def test_tensors_of_inference_mode_in_training():
 
 @on_cpu
 def test_results_without_gradients_may_be_changed_with_them():
+    core = lambda x, v, p: scaled(x, v, p)  # the first call is one that looks at it
     for _ in range(4):
         with torch.no_grad():
-            found = flexsn.scan(scaled, [torch.randn(5, 4, 6)], [torch.randn(4, 6)], [torch.randn(6, 6) / 3])
+            found = flexsn.scan(core, [torch.randn(5, 4, 6)], [torch.randn(4, 6)], [torch.randn(6, 6) / 3])
         for y in (*found.outputs, *found.states):
             assert y.mul_(torch.ones((), requires_grad=True)).requires_grad
 
@@ -777,9 +779,9 @@ def test_no_steps_give_zeros(core):
 
 
 @on_cpu  # on a GPU the graphs of a step and of its backward run apart
-@pytest.mark.parametrize("width, again", [(4, 0), (6000, 5)], ids=["small", "large"])
-def test_a_convolution_runs_once_in_training(width, again, monkeypatch):
-    """But, where steps are large, for a second backward, and under hooks of saved tensors, which see what is to be kept."""
+@pytest.mark.parametrize("width, once, again", [(4, 2, 0), (6000, 5, 5)], ids=["small", "large"])
+def test_a_convolution_runs_once_in_training(width, once, again, monkeypatch):
+    """A small one is noted in the second step. A large one runs again for a second backward, and under hooks of saved tensors, which see what is to be kept."""
     w = torch.nn.Parameter(torch.randn(2, 2, 3) * 0.3)
 
     def core(x, s):
@@ -792,9 +794,9 @@ def test_a_convolution_runs_once_in_training(width, again, monkeypatch):
     monkeypatch.setattr(MixingFunction, "__call__", lambda self, *tensors: (calls.append(self.func), own(self, *tensors))[1])
     y = flexsn.scan(core, [x], [start]).outputs[0]
     first = torch.autograd.grad(y.sum(), [x, w], retain_graph=True)
-    assert len(calls) == 5
+    assert len(calls) == once
     second = torch.autograd.grad(y.sum(), [x, w])
-    assert len(calls) == 5 + again
+    assert len(calls) == once + again
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.float())
     with hooks:
         y = flexsn.scan(core, [x], [start]).outputs[0]
@@ -842,3 +844,27 @@ def test_calls_that_no_gradient_goes_through():
         y = flexsn.scan(core, [x], [torch.zeros(3, 5)], [edges], backend=backend).outputs[0]
         found.append(torch.autograd.grad(y.square().sum(), [x, edges]))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 7])
+def test_a_loop_in_python_notes_one_step(T, monkeypatch):
+    """Of two layers, of which the second one's spikes drive the first; where they start they are laid out in another way."""
+    loops = []
+
+    class Counted(Repeated):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            loops.append(self)
+
+    def core(x, v, u, n, w, b):
+        v = torch.tanh(0.5 * v + x + F.conv1d(u, w, b, padding=1))
+        u = torch.tanh(0.3 * u + v.cumsum(-1) * 0.1) + n * 0.01
+        return v * u, v, u, n + 1
+
+    monkeypatch.setattr(recurrence, "Repeated", Counted)
+    start = torch.randn(7, 2, 3).permute(2, 1, 0)
+    x, w, b = torch.randn(T, 3, 2, 7), 0.3 * torch.randn(2, 2, 3), torch.randn(2)
+    check_mixing(core, [x], [start, start * 2.0, torch.zeros(3, 2, 7, dtype=torch.int32)], [w, b])
+    with torch.no_grad():
+        flexsn.scan(core, [x], [start, start * 2.0, torch.zeros(3, 2, 7, dtype=torch.int32)], [w, b], strict=True)
+    assert loops[-1].repeats and (loops[-1].replay is not None) == (T > 1)

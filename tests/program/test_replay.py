@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import on_cpu
 
-from flexsn._program.replay import Kinds, Notes, layouts
+from flexsn._program.replay import Kinds, Notes, Repeated, layouts
 from flexsn._runtime.launch import as_one, refuse_notes
 
 pytestmark = on_cpu
@@ -168,3 +168,49 @@ def test_modes_of_autograd(mode):
     with torch.no_grad():
         found = replay([torch.ones(3), torch.zeros(1, 3)])
     assert found[2].tolist() == [2.0, 2.0, 2.0] and not any(t.is_inference() for t in found)
+
+
+def test_steps_are_noted_once_and_repeated():
+    """Also where one has no tensor; what is the same in every step comes from outside."""
+    weights, ran = torch.randn(3, 3), []
+
+    def step(given):
+        row, state, nothing = given
+        ran.append(len(ran))
+        assert nothing is None
+        state = torch.tanh(row + state @ weights)
+        return [state * 2.0, None, state.unsqueeze(0)]
+
+    def walk(run):
+        state, found = torch.zeros(4, 3), []
+        for row in rows.unbind(0):
+            y, nothing, state = run([row, state, None])
+            state = state.squeeze(0)
+            assert nothing is None
+            found.append(y)
+        return torch.stack(found)
+
+    rows = torch.randn(6, 4, 3)
+    want, ran[:] = walk(step), []
+    repeated = Repeated(step, [weights], repeats=True)
+    assert torch.equal(walk(repeated), want) and ran == [0, 1] and repeated.replay is not None
+
+
+def test_steps_that_differ_or_keep_something_are_not_repeated():
+    def walk(given, *fixed, repeats=True):
+        ran = []
+
+        def step(given):
+            ran.append(given)
+            return [given[0] * weights]
+
+        repeated = Repeated(step, fixed, repeats=repeats)
+        found = [repeated([x])[0] for x in given]
+        assert all(torch.equal(y, x * weights) for x, y in zip(given, found, strict=True))
+        return len(ran)
+
+    weights, alike = torch.randn(3), [*torch.randn(5, 2, 3).unbind(0)]
+    assert walk(alike, weights) == 2
+    assert walk(alike, weights, repeats=False) == 5
+    assert walk(alike) == 5  # of a tensor from elsewhere
+    assert walk([*alike[:2], *torch.randn(5, 3, 2).mT.unbind(0)], weights) == 7

@@ -22,7 +22,8 @@ from ...errors import DoubleBackwardError
 from ..autograd import savable
 from ..call import Call
 from .mixing_calls import MixingFunction, Place
-from .recurrence import IN_CACHE, Loop, OneStep
+from .one_step import OneStep
+from .recurrence import IN_CACHE, Loop
 
 _OF_WEIGHT = {torch.conv1d: conv1d_weight, torch.conv2d: conv2d_weight, torch.conv3d: conv3d_weight}
 

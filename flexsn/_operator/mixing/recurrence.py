@@ -12,160 +12,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._captured.captured_values import CapturedValues
+from ..._program.replay import Repeated
 from ..._runtime.launch import refuse_notes
 from ..._torch.autograd import saved_tensors_hooks_there
-from ..._torch.fake_tensors import disable_modes
 from ..._torch.tensors import has_storage
-from ..call import Backward, Call
-from ..prepare import CoreCall, prepare
 from . import gpu_loop, walks
 from .cut import Recurrence
-from .mixing_calls import Graph, MixingFunction, Place, Segment
+from .mixing_calls import Graph, MixingFunction, Place
+from .one_step import Given, OneStep, Rows
 
-Rows = dict[Place, Tensor]  # of one step, `[1, ...]`
-
-
-class Given(NamedTuple):
-    """What a call is given.
-
-    Attributes:
-        autocast: the dtype of autocast where the core was called; None where it was off.
-    """
-
-    core: Callable
-    look: CapturedValues  # at a cut, which is its `wrap`
-    inputs: Sequence[Tensor]
-    states: Sequence[Tensor | None]
-    params: tuple[Tensor, ...]
-    backend: str
-    autocast: torch.dtype | None
-
-    def look_at(self, segment: Segment) -> CapturedValues:
-        """Return a look at a segment."""
-        found = self.look.over_parts.get(segment)
-        if found is None:
-            found = self.look.over_parts[segment] = self.look.wrapped(segment)
-            found.signatures[len(segment.takes), len(segment.states), len(self.params)] = segment.signature
-        return found
-
-
-_MOST_STEPS = 64
 _LONG = "walks in Python, and in CUDA graphs, are long"
 IN_CACHE = 1 << 16  # values that a convolution's gradient goes through at a time, on a CPU: more is slower
-
-
-class OneStep:
-    """A segment, called for one step at a time.
-
-    Args:
-        own: what it takes that the walk computes: it has gradients of that, and of states.
-        fed: states that a mixing call, or a segment beside its own, takes.
-        captured: tensors as they are now: `functional_call` exchanges them before the backward.
-    """
-
-    def __init__(self, given: Given, segment: Segment, own: Collection[Place], fed: Collection[int], captured: Mapping[str, Tensor]):
-        self.given, self.segment, self.look, self.fed, self.captured = given, segment, given.look_at(segment), fed, captured
-        self.own = [p in own for p in segment.takes]
-        self.calls: dict[bool, tuple[Call, list[Tensor]]] = {}
-        self.how: dict[tuple[type, ...], Any] = {}  # by which cotangents there are
-
-    def call(self, rows: Rows, *, trains: bool) -> tuple[Call, list[Tensor]]:
-        """Return the call, and the params and captured tensors that it reads."""
-        if trains in self.calls:
-            return self.calls[trains]
-        given, segment = self.given, self.segment
-        takes, states = [rows[p] for p in segment.takes], [rows["v", k, 0].squeeze(0) for k in segment.states]
-        statics = [*given.params, *self.captured.values()]
-        kinds = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in statics]
-        key = ("step", trains, given.backend, *kinds, *[(t.shape, t.dtype, t.device, t.stride()) for t in (*takes, *states)])
-        call = self.look.over_parts.get(key)
-        if call is None:
-            takes, states = [t.detach() for t in takes], [t.detach().clone() for t in states]
-            for tensor in [*[t for t, own in zip(takes, self.own, strict=True) if own], *states] if trains else ():
-                tensor.requires_grad_(tensor.is_floating_point())
-            self._make_room()
-            expects = [True] * (len(segment.gives) + len(states)) + [False] * len(states) if takes[0].device.type == "cpu" else ()
-            with torch.set_grad_enabled(trains):  # a GPU builds the whole walk
-                call = self.look.over_parts[key] = self.prepared(takes, states, given.params, self.captured, trains, expects)
-        self.calls[trains] = call, [*[p.detach() for p in given.params], *[self.captured[name].detach() for name in call.captured]]
-        return self.calls[trains]
-
-    def over_time(
-        self, takes: Mapping[Place, Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: dict[str, Tensor], *,
-        sequences: bool = True,
-    ) -> tuple[Call, list[Tensor]]:  # fmt: skip
-        """Return the call over whole sequences, with gradients if operands have them, and these; `sequences`: also of states."""
-        given, rows = self.given, [takes[p] for p in self.segment.takes]
-        kinds = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in (*rows, *states, *params, *captured.values())]
-        key = ("whole", sequences, torch.is_grad_enabled(), given.backend, *kinds)
-        call = self.look.over_parts.get(key)
-        if call is None:
-            self._make_room()
-            of_states = [False] * len(states) + [k in self.fed for k in self.segment.states] * sequences
-            expects = [True] * len(self.segment.gives) + of_states
-            call = self.look.over_parts[key] = self.prepared(rows, states, params, captured, sequences, expects)
-        return call, [*rows, *states, *params, *[captured[name] for name in call.captured]]
-
-    def prepared(
-        self, takes: list[Tensor], states: Sequence[Tensor], params: Sequence[Tensor], captured: Mapping[str, Tensor], sequences: bool,
-        expects: Sequence[bool],
-    ) -> Call:  # fmt: skip
-        """Return a call of the segment; `expects`: as `Call` has it."""
-        given, segment = self.given, self.segment
-        asked = CoreCall(
-            given.core, self.look, segment.signature, takes, states, params, dict(captured), len(segment.gives), given.backend,
-            sequences=sequences,
-        )  # fmt: skip
-        with disable_modes():  # the mode that notes ops: what is prepared once is no part of a call
-            call = prepare(asked, build=False)
-            call.expects = expects
-            call.compile([*takes, *states, *params, *[captured[name] for name in call.captured]])
-        return call
-
-    def _make_room(self) -> None:
-        if len(self.look.over_parts) >= _MOST_STEPS:
-            self.look.over_parts.clear()
-
-    def operands(self, rows: Rows, statics: Sequence[Tensor]) -> list[Tensor]:
-        segment = self.segment
-        return [*[rows[p] for p in segment.takes], *[rows["v", k, 0].squeeze(0) for k in segment.states], *statics]
-
-    def forward(self, rows: Rows) -> dict[int, Tensor]:
-        """Put what the segment gives into `rows`; return its states after the step."""
-        call, statics = self.call(rows, trains=False)
-        results = call.forward(call.laid_out(self.operands(rows, statics)))
-        outs = len(self.segment.gives)
-        rows.update(zip(self.segment.gives, results[:outs], strict=True))
-        return dict(zip(self.segment.states, results[outs:], strict=True))
-
-    def backward_for(self, call: Call, kinds: Sequence[type], statics: int) -> Backward:
-        """Return how its backward runs for cotangents of some types, of what it gives and of its states after the step."""
-        key, states = tuple(kinds), len(self.segment.states)
-        if key not in self.how:
-            beside = call.sequences * [type(None)] * states
-            self.how[key] = call.backward_for((False, *self.own, *[True] * states, *[False] * statics), [*kinds, *beside])
-        return self.how[key]
-
-    def backward(self, rows: Rows, grads: Sequence[Tensor | None], ends: Sequence[Tensor | None]) -> Mapping[Place, Tensor]:
-        """Return the gradients of what it takes of the walk's own, and of its states.
-
-        Args:
-            grads, ends: of what it gives, and of its states after the step.
-        """
-        call, statics = self.call(rows, trains=True)
-        states = self.segment.states
-        how = self.backward_for(call, [*map(type, grads), *map(type, ends)], len(statics))
-        found = call.backward(how, call.laid_out(self.operands(rows, statics)), [*grads, *ends, *[None] * len(states)], call.order)
-        places = (*self.segment.takes, *[("v", k, 0) for k in states])
-        dims = (*[True] * len(self.own), *[False] * len(states))
-        return {p: g if row else g.unsqueeze(0) for p, g, row in zip(places, found, dims, strict=False) if g is not None}
 
 
 class Loop:
@@ -276,28 +139,49 @@ class Loop:
         """Walk over time in Python, as `forward` does."""
         wanted = [*self.gives, *(self.kept if keeps else ())]
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in self.known.items()}
-        kept: list[list[Tensor]] = []
-        states = self.start
-        for t in range(self.T):
-            rows = {p: row[t] for p, row in sequences.items()} | {("v", k, 0): v.unsqueeze(0) for k, v in states.items()}
+        kept, states = list[list[Tensor]](), [*self.start.values()]
+        now = 0
+
+        def one_step(given: Any) -> Any:
+            taken, before = given[: len(sequences)], given[len(sequences) :]
+            rows = dict(zip(sequences, taken, strict=True)) | {("v", k, 0): v.unsqueeze(0) for k, v in zip(self.start, before, strict=True)}
             for stage, steps in zip(self.piece.stages, self.steps, strict=True):
                 after = [step.forward(rows) for step in steps]
                 for j in stage.calls:
                     operands = [rows[p].squeeze(0) for p in self.mixing[j].operands]
-                    results = self._called(t, j, operands)
-                    if t == 0 and self.mixing[j].operands[0][0] in "am" and all(_shares(y, operands[0]) for y in results):
+                    results = self._called(now, j, operands)
+                    if now == 0 and self.mixing[j].operands[0][0] in "am" and all(_shares(y, operands[0]) for y in results):
                         self.views.add(j)
                     rows.update(zip(self.results_of[j], [y.unsqueeze(0) for y in results], strict=True))
-            states = {k: v for found in after for k, v in found.items()}
-            wanted = [p for p in wanted if p[0] != "m" or p[1] not in self.views]
-            kept.append([rows[p] for p in wanted])
-        return {p: torch.cat(column) for p, column in zip(wanted, zip(*kept, strict=True), strict=True)}, states
+            ends = {k: v for found in after for k, v in found.items()}
+            return [*[rows[p] for p in wanted if p[0] != "m" or p[1] not in self.views], *[ends[k] for k in self.start]]
+
+        repeated = self._repeated(one_step, [j for j in self.piece.calls if self._keeps_graph(j)])
+        for now in range(self.T):
+            results: Any = repeated([*[row[now] for row in sequences.values()], *states])
+            kept.append(results[: len(results) - len(states)])
+            states = results[len(results) - len(states) :]
+        wanted = [p for p in wanted if p[0] != "m" or p[1] not in self.views]
+        found = {p: torch.cat(column) for p, column in zip(wanted, zip(*kept, strict=True), strict=True)}
+        return found, dict(zip(self.start, states, strict=True))
+
+    def _repeated(self, step: Callable[[list], list], with_graphs: Sequence[int]) -> Repeated:
+        """Return a step as one that is noted: on a CPU, where it keeps no graphs of autograd.
+
+        It gains 1.1 to 1.3 times, where the plain loop over small recurrent convolutions was the faster one (`benchmarks/steps.py`).
+        """
+        return Repeated(step, [*self.fixed_tensors().values()], repeats=self.device.type == "cpu" and not with_graphs)
+
+    def _keeps_graph(self, j: int) -> bool:
+        """Return whether a mixing call keeps what its backward needs, unless hooks, as of checkpoints, look after what is saved: the
+        operand, at most; a large convolution need not run once more."""
+        plain = not self.trains or self.mix[j].weights is not None or j in self.without_graph
+        return not plain and not saved_tensors_hooks_there()
 
     def _called(self, t: int, j: int, operands: list[Tensor]) -> Sequence[Tensor]:
-        """Return the results of a mixing call. What its backward needs is kept, unless hooks, as of checkpoints, look after what is saved:
-        the operand, at most; a large convolution need not run once more."""
+        """Return the results of a mixing call."""
         mix = self.mix[j]
-        if not self.trains or mix.weights is not None or j in self.without_graph or saved_tensors_hooks_there():
+        if not self._keeps_graph(j):
             return mix(*operands, *mix.fixed)
         self.graphs[t, j] = mix.with_graph(operands, [f.requires_grad for f in mix.fixed])
         return [y.detach() for y in self.graphs[t, j][1]]
@@ -333,25 +217,42 @@ class Loop:
         """Walk back over time in Python, as `backward` does; return also the cotangents of the states at the start."""
         of_all = [j for j in self.piece.calls if any(self.needs[j]) and (j in self.without_graph or self.mix[j].weights is not None)]
         whole = [p for p in self.mixed if p[1] in of_all]
-        kept: dict[Place, list[Tensor]] = {p: [] for p in (*self.asked, *self.outer, *whole)}
+        places = (*self.asked, *self.outer, *whole)
+        kept: list[list[Tensor]] = []
         fed = {k: v.new_empty((self.T + 1, *v.shape)) for k, v in self.start.items() if v.is_floating_point()}
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in (self.known | dict(computed)).items()}
-        ends = {k: torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g for k, v in self.start.items()}
-        for t in reversed(range(self.T)):
-            rows = {p: row[t] for p, row in sequences.items()}
-            rows |= {("v", k, 0): (v if t == 0 else trail[k][t - 1]).unsqueeze(0) for k, v in self.start.items()}
-            ends = {k: a if (b := trails[k]) is None else b[t] if a is None else a + b[t] for k, a in ends.items()}
-            flow = {p: g[t : t + 1] for p in self.mixed if (g := grads.get(p)) is not None}
-            self._step_back(t, rows, flow, {p: None if (g := grads[p]) is None else g[t : t + 1] for p in self.gives}, ends)
-            for p, column in kept.items():
-                column.append(self._of(flow, rows, p))
-            for k, by in fed.items():
-                by[t] = flow["v", k, 0][0] if ("v", k, 0) in flow else 0.0
-            ends = {k: _sum(flow.get(("n", k, 0)), flow.get(("v", k, 0))) for k in self.start}
-            ends = {k: torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g for k, v in self.start.items()}
+        befores = [(v, *trail[k].unbind(0)) for k, v in self.start.items()]
+        given_grads = {p: grads.get(p) for p in (*self.gives, *self.mixed)}
+        now = self.T - 1
+
+        def zeros_if_none(ends: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
+            return {k: torch.zeros_like(v) if (g := ends[k]) is None and v.is_floating_point() else g for k, v in self.start.items()}
+
+        def one_step(given: Any) -> Any:
+            taken = iter(given)
+            rows = {p: next(taken) for p in sequences} | {("v", k, 0): next(taken).unsqueeze(0) for k in self.start}
+            own, ends, of_trail = ({key: next(taken) for key in group} for group in (given_grads, self.start, self.start))
+            ends = {k: a if (b := of_trail[k]) is None else b if a is None else a + b for k, a in ends.items()}
+            flow = {p: g for p in self.mixed if (g := own[p]) is not None}
+            self._step_back(now, rows, flow, {p: own[p] for p in self.gives}, ends)
+            after = zeros_if_none({k: _sum(flow.get(("n", k, 0)), flow.get(("v", k, 0))) for k in self.start})
+            return [*[self._of(flow, rows, p) for p in places], *[flow.get(("v", k, 0)) for k in fed], *after.values()]
+
+        repeated = self._repeated(one_step, [j for j, mix in self.mix.items() if mix.weights is None and j not in self.without_graph])
+        found: Any = [*zeros_if_none(ends).values()]
+        for now in reversed(range(self.T)):
+            given: list[Tensor | None] = [*[row[now] for row in sequences.values()], *[before[now] for before in befores]]
+            given += [None if g is None else g[now : now + 1] for g in given_grads.values()]
+            given += [*found[len(found) - len(self.start) :], *[None if (by := trails[k]) is None else by[now] for k in self.start]]
+            found = repeated(given) if now else one_step(given)  # where states start they may be laid out in another way
+            kept.append(found[: len(places)])
+            for by, g in zip(fed.values(), found[len(places) :], strict=False):
+                by[now] = 0.0 if g is None else g[0]
         for by in fed.values():
             by[self.T] = 0.0
-        return {p: torch.cat(column[::-1]) for p, column in kept.items()}, fed, ends
+        last = dict(zip(self.start, found[len(found) - len(self.start) :], strict=True))
+        columns = zip(*kept[::-1], strict=True)
+        return {p: torch.cat(column) for p, column in zip(places, columns, strict=True)}, fed, last
 
     def _step_back(self, t: int, rows: Rows, flow: Rows, grads: Mapping[Place, Tensor | None], ends: Mapping[int, Tensor | None]) -> None:
         """Put the cotangents of what a step computes into `flow`; those of states by way of their own segment as `("n", k, 0)`."""

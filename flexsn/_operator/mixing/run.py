@@ -18,7 +18,8 @@ from ..eager_loop import result_dtypes
 from .cut import AtOnce, Recurrence, Scan
 from .gradients import Operands, Whole, differentiable, over_whole
 from .mixing_calls import NOTHING, Place, Segment, functions_of_step, mixing_functions
-from .recurrence import Given, Loop, OneStep
+from .one_step import Given, OneStep
+from .recurrence import Loop
 
 Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state sequences, outputs
 
@@ -62,17 +63,24 @@ def run_mixing(given: Given, sequences: bool) -> Results:
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*operands, *captured.values()))
     known = given.look.over_parts
     runs_core = ("functions", given.autocast) not in known  # see `mixing_functions`
-    if trains or runs_core or _walks.found is not None or _walks.given is not None:
+    if trains:
         return _of_pieces(_MixingRun(given, sequences))
 
     def work() -> tuple[list[Tensor], None]:
         finals, trail, outputs = _of_pieces(_MixingRun(given, sequences))
         return [*finals, *trail, *outputs], None
 
+    if runs_core or _walks.found is not None or _walks.given is not None:
+        return _apart(work()[0], given, sequences)
+
     device, kinds = given.inputs[0].device, known.setdefault("calls", Kinds())
     what = sequences, given.backend, given.autocast, device, torch.is_inference_mode_enabled()
-    found, _ = kinds.run(what, [*operands, *captured.values()], work)
-    found = [t if t._base is None else t.detach() for t in found]  # a view made without gradients may not be written to with them
+    return _apart(kinds.run(what, [*operands, *captured.values()], work)[0], given, sequences)
+
+
+def _apart(found: list[Tensor], given: Given, sequences: bool) -> Results:
+    """Return the results of a call without gradients: none a view, which may not be written to with gradients if it was made without."""
+    found = [t if t._base is None else t.detach() for t in found]
     ends = len(given.states)
     outs = 2 * ends if sequences else ends
     return found[:ends], found[ends:outs], found[outs:]

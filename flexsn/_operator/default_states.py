@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..._capture.decompositions import CELLS
-from ..._capture.signature import Signature
-from ..._capture.trace import Meta
-from ...errors import ShapeMismatchError
-from .precision import tensors_in
+from .._capture.decompositions import CELLS
+from .._capture.signature import Signature
+from .._capture.trace import Meta
+from ..errors import ShapeMismatchError
+from .mixing.precision import tensors_in
 
 _MOST_RUNS = 6
 
