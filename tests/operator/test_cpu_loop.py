@@ -8,10 +8,11 @@ from torch.nn.functional import layer_norm, linear
 import flexsn
 from flexsn import surrogate
 from flexsn._captured.captured_values import look
-from flexsn._operator.mixing import cpp_walk
+from flexsn._operator.mixing import cpp_walk, gradients
 from flexsn._operator.mixing.cpp_products import outer
 from flexsn._operator.mixing.cpp_walk import Driven, Walk, by_spikes
 from flexsn._operator.mixing.mixing_calls import MixingFunction, Run, moves
+from flexsn._operator.mixing.recurrence import Loop
 from flexsn._program.replay import Kinds, Notes
 
 pytestmark = on_cpu
@@ -164,6 +165,62 @@ def test_the_third_call_of_a_kind_replays(name, sequences, walked):
         x, states = operands(6, (3,), count, seed)
         check_mixing(core, [x], states, [p * (1 - 0.1 * seed) for p in params], scale=10, sequences=sequences)
     assert walked == [False, True] * 2  # the second call's are noted
+
+
+def gradients_of(core, x, states, tensors, sequences, backend):
+    """Results and gradients, whose cotangents differ from value to value."""
+    found = flexsn.scan(core, [x], states, store_state_seqs=sequences, backend=backend)
+    results = [*found.outputs, *found.states]
+    return results, torch.autograd.grad(sum([(y * (1.0 + y.detach().sin())).sum() for y in results]), tensors)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What walks back took over, and whether segments ran back after them."""
+    found, own, of_segments = [], Loop.take_over, gradients._of_segments
+    monkeypatch.setattr(Loop, "take_over", lambda self, takes: (found.append(takes), own(self, takes))[1])
+    monkeypatch.setattr(
+        gradients, "_of_segments", lambda ran, *of: (found.append([r.call.differentiable for r in ran]), of_segments(ran, *of))[1]
+    )
+    return found
+
+
+@pytest.mark.parametrize("sequences", [False, True], ids=["outputs", "state sequences"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_walk_back_finds_all_gradients(name, sequences, taken):
+    """Where states at the start have none, nor params that segments read, and inputs have the shape of a step."""
+    core, count, params = CASES[name]
+    params = [p.clone().requires_grad_() for p in params]
+    x, states = operands(7, (3,), count)
+    x.requires_grad_()
+    captured = {
+        1: lambda x, v: core(x, v, *params),
+        2: lambda x, v, u: core(x, v, u, *params),
+        3: lambda x, v, u, z: core(x, v, u, z, *params),
+    }
+    runs = [gradients_of(captured[count], x, states, [x, *params], sequences, backend) for backend in ("cpp", "cpp", "cpp", "torch")]
+    for found in runs[:-1]:
+        torch.testing.assert_close(found, runs[-1])
+    runs_back = [any(flags) for flags in taken if isinstance(flags, list)]
+    assert runs_back == [name == "joined"] * 2  # whose segments slice its weights, and so read them; the third call replays
+
+
+@pytest.mark.parametrize("why", ["a state", "a param", "a broadcast input"])
+def test_segments_run_back_for_other_gradients(why, taken):
+    w, scale = torch.nn.Parameter(weights(H, H)), weights(H).requires_grad_(why == "a param")
+    x, (start,) = operands(7, (3,), 1)
+    x = (x[:, :1] if why == "a broadcast input" else x).requires_grad_()
+    start.requires_grad_(why == "a state")
+    tensors = [t for t in (x, start, scale, w) if t.requires_grad]
+
+    def core(x, v):
+        v = torch.tanh(x + scale * v + v @ w)
+        return v * v, v
+
+    runs = [gradients_of(core, x, [start], tensors, False, backend) for backend in ("auto", "auto", "auto", "torch")]
+    for found in runs[:-1]:
+        torch.testing.assert_close(found, runs[-1])
+    assert taken == [[True], [True]]  # the third call replays
 
 
 def test_operands_that_are_the_same_tensor_are_another_kind(walked):

@@ -110,12 +110,47 @@ def _expect_backward(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor
     Raises:
         CannotFuseError: that of a segment.
     """
+    segments = [step for steps in loop.steps for step in steps]
+    if _walk_finds_all(loop, operands, loop.trains):
+        for step in segments:
+            step.call(loop.first_rows(), trains=True)
+        return
     some, rows = next(iter(operands.states.values())), {**operands.known, **kept}
-    for step in [step for steps in loop.steps for step in steps]:
+    for step in segments:
         views = {p: step.segment.meta_of(p) for p in step.segment.takes if p not in rows}
         given = rows | {p: some.new_empty((loop.T, *meta.shape), dtype=meta.dtype) for p, meta in views.items()}
         states = [operands.states[k] for k in step.segment.states]
         step.over_time(given, states, list(operands.params.values()), operands.captured)
+
+
+def _walk_finds_all(loop: Loop, operands: Operands, needs: Sequence[bool]) -> bool:
+    """Return whether the walk back finds all gradients of the segments; if so, have it do that.
+
+    So it is where operands have the shape of a step, and neither states at the start nor what is the same at all steps has gradients: then
+    segments need not run back over whole sequences. On a GPU it is not measured.
+
+    Args:
+        needs: which operands have gradients.
+    """
+    of = dict(zip(_places(operands), needs, strict=False))
+    fixed = [*[("v", k, 0) for k in operands.states], *[("param", n) for n in operands.params]]
+    if loop.device.type != "cpu" or not loop.T or any(map(of.__getitem__, fixed)):
+        return False
+    takes, some = set[Place](), next(iter(operands.states.values()))
+    for step in [step for steps in loop.steps for step in steps]:
+        call, _ = step.call(loop.first_rows(), trains=False)
+        own = {p for p in step.segment.takes if of.get(p)}
+        alike = all(operands.known[p].shape[1:] == call.shapes.step and operands.known[p].dtype is some.dtype for p in own)
+        if not alike or any(of[name] for name in call.captured):
+            return False
+        takes |= own
+    loop.take_over(takes)
+    return True
+
+
+def _places(operands: Operands) -> list[Any]:
+    """Return the keys of operands, all of them."""
+    return [*operands.known, *[("v", k, 0) for k in operands.states], *[("param", n) for n in operands.params], *operands.captured]
 
 
 def differentiable(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor], walked: Whole | None, shared: Sequence[Place]) -> Whole:
@@ -186,7 +221,8 @@ def _pulled(ctx: Any, saved: Sequence[Tensor], needs: Sequence[bool], grads: Seq
     loop, fixed_needs = ctx.loop.over(tensors, leaves.known, ctx.loop.T), iter(needs[count:])
     loop.needs = {j: [next(fixed_needs) for _ in mix.fixed] for j, mix in loop.mix.items()}
     loop.trains, loop.views, loop.graphs = ctx.loop.trains, {*ctx.loop.views}, ctx.loop.graphs
-    whole, given = over_whole(loop, leaves, kept, trains=True), iter(grads)
+    all_in_walk = _walk_finds_all(loop, leaves, needs)
+    whole, given = over_whole(loop, leaves, kept, trains=not all_in_walk), iter(grads)
     of_gives, of_finals, of_trail, of_mixed = [{key: next(given) for key in group} for group in ctx.groups]
     of_trail = {k: of_trail.get(k) for k in whole.trail}
     computed = {**whole.asked, **whole.mixed, **kept}
@@ -197,8 +233,7 @@ def _pulled(ctx: Any, saved: Sequence[Tensor], needs: Sequence[bool], grads: Seq
     of_leaves = _of_segments(whole.ran, of_gives | found, of_finals, of_trail)
     for key, g in (*[(("v", k, 0), by[0]) for k, by in fed.items()], *[(p, found.get(p)) for p in loop.outer]):
         of_leaves[key] = _sum(of_leaves.get(key), g)
-    places = [*leaves.known, *[("v", k, 0) for k in leaves.states], *[("param", n) for n in leaves.params], *leaves.captured]
-    own = [of_leaves.get(key) if need else None for key, need in zip(places, needs, strict=False)]
+    own = [of_leaves.get(key) if need else None for key, need in zip(_places(leaves), needs, strict=False)]
     return [*own, *_of_fixed(loop, whole.trail, computed, found)]
 
 

@@ -58,6 +58,7 @@ class Loop:
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
         self.trains, self.written_down, self.cut = tuple[bool, ...](), False, ""
+        self.taken_over = set[Place]()
         self.graphs = dict[tuple[int, int], Graph]()  # of calls, by step, as the forward kept them
         self.device = next(iter(states.values())).device
 
@@ -86,7 +87,13 @@ class Loop:
     def outer(self) -> list[Place]:
         """Operands of mixing calls that other pieces give."""
         operands = {p for j in self.piece.calls for p in self.mixing[j].operands}
-        return sorted({p for p in operands if p in self.known and self.known[p].is_floating_point()})
+        return sorted({p for p in operands if p in self.known and self.known[p].is_floating_point()} | self.taken_over)
+
+    def take_over(self, takes: set[Place]) -> None:
+        """Have the walk back find the gradients of what segments take of other pieces, too, which have the shape of a step."""
+        self.taken_over = takes
+        for step in [step for steps in self.steps for step in steps]:
+            step.own = [own or p in takes for p, own in zip(step.segment.takes, step.own, strict=True)]
 
     @property
     def kept(self) -> list[Place]:
