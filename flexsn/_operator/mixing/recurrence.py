@@ -52,8 +52,8 @@ class Loop:
         self.known = {p: t.detach() for p, t in known.items()}
         self.start = {k: v.detach() for k, v in states.items()}
         self.number = cut.pieces.index(piece)  # of the piece
-        own, _, self.results_of, self.mixed, self.asked, self.gives, fed = cut.links[self.number]
-        self.steps = [[OneStep(given, segment, own, fed, captured) for segment in stage.segments] for stage in piece.stages]
+        own, _, self.results_of, self.mixed, self.asked, self.gives, self.fed = cut.links[self.number]
+        self.steps = [[OneStep(given, segment, own, self.fed, captured) for segment in stage.segments] for stage in piece.stages]
         self.views = set[int]()  # calls whose results are views of their operand
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
@@ -175,7 +175,8 @@ class Loop:
     def _repeated(self, step: Callable[[list], list], with_graphs: Sequence[int]) -> Repeated:
         """Return a step as one that is noted: on a CPU, where it keeps no graphs of autograd.
 
-        It gains 1.1 to 1.3 times, where the plain loop over small recurrent convolutions was the faster one (`benchmarks/steps.py`).
+        So a recurrent convolution of small steps runs 1.3 times as fast as a plain loop, and 1.1 to 1.2 times in training, where the loop was
+        as fast, or faster (`python benchmarks/steps.py`, `convolved_small`, 2026-11-28, two CPU cores).
         """
         return Repeated(step, [*self.fixed_tensors().values()], repeats=self.device.type == "cpu" and not with_graphs)
 
@@ -226,7 +227,7 @@ class Loop:
         whole = [p for p in self.mixed if p[1] in of_all]
         places = (*self.asked, *self.outer, *whole)
         kept: list[list[Tensor]] = []
-        fed = {k: v.new_empty((self.T + 1, *v.shape)) for k, v in self.start.items() if v.is_floating_point()}
+        fed = {k: v.new_empty((self.T + 1, *v.shape)) for k, v in self.start.items() if k in self.fed and v.is_floating_point()}
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in (self.known | dict(computed)).items()}
         befores = [(v, *trail[k].unbind(0)) for k, v in self.start.items()]
         given_grads = {p: grads.get(p) for p in (*self.gives, *self.mixed)}
