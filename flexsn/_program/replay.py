@@ -77,38 +77,40 @@ Tensors = list[Tensor | None]
 
 
 class Repeated:
-    """A function of tensors that is called over and over, as of the steps of a loop, with tensors that are laid out alike.
+    """One step of a loop, a function of tensors: what its second call does is noted, and later calls do the same again.
 
-    What its second call does is noted, and later ones do that. Of two steps in a row the second takes what the first returned: where the
-    third is given tensors like those of the second, so are all after it.
+    A step takes rows of sequences, which are all laid out alike, and what the step before returned. So if the tensors of the third call are
+    laid out as those of the second, those of all later calls are.
 
     Args:
-        function: also of tensors that it is not given, which are the same in every call: `fixed`.
-        repeats: whether all that it does is in what it returns.
+        function: returns tensors, or None in their place.
+        fixed: tensors that it reads beside those that it is called with; the same in every call.
+        repeats: whether it does nothing but to return tensors; else nothing is noted.
     """
 
     def __init__(self, function: Callable[[Tensors], Tensors], fixed: Sequence[Tensor], *, repeats: bool):
         self.function, self.fixed, self.repeats, self.calls = function, fixed, repeats, 0
         self.replay: Replay | None = None
-        self.layouts, self.there = tuple[Any, ...](), list[bool]()
+        self.layouts, self.present = tuple[Any, ...](), list[bool]()
 
     def __call__(self, given: Tensors) -> Tensors:
         self.calls += 1
         if self.calls == 2 and self.repeats and noting.notes is None and not transforms_or_modes_active():
-            with Notes(_there((*given, *self.fixed))) as notes:
+            with Notes(_present((*given, *self.fixed))) as notes:
                 results = self.function(given)
-            self.layouts, self.there = layouts(given), [t is not None for t in results]
-            self.replay = notes.replay(_there(results))
+            self.layouts, self.present = layouts(given), [t is not None for t in results]
+            self.replay = notes.replay(_present(results))
             return results
         if self.calls == 3 and layouts(given) != self.layouts:
             self.replay = None
         if self.replay is None:
             return self.function(given)
-        found = iter(self.replay(_there((*given, *self.fixed))))
-        return [next(found) if there else None for there in self.there]
+        found = iter(self.replay(_present((*given, *self.fixed))))
+        return [next(found) if present else None for present in self.present]
 
 
-def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def _present(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return those that are not None."""
     return [t for t in tensors if t is not None]
 
 
@@ -155,7 +157,7 @@ class Notes(TorchDispatchMode):
 
     def __init__(self, given: Sequence[Tensor]):
         super().__init__()
-        self.values, self.steps, self.roots = list[Any](), list[_Step](), list[int]()  # of a launch that returns nothing, None
+        self.values, self.steps, self.roots = list[Any](), list[_Step](), list[int]()  # None of what an op does not return
         self.strange: str | None = None
         self._numbers: dict[tuple, int] = {}
         for tensor in given:
@@ -220,27 +222,25 @@ class Notes(TorchDispatchMode):
         found = list(results) if isinstance(results, (tuple, list)) else [] if results is None else [results]
         if any(isinstance(value, Tensor) for value in kwargs.values()):
             self.refuse(f"{func} takes a tensor by name")
-        elif not all(isinstance(t, Tensor) for t in found):
+        elif not all(t is None or isinstance(t, Tensor) for t in found):
             self.refuse(f"{func} returns something else than tensors")
         if self.strange is not None:
             return
         root = at[0][1] if at and isinstance(at[0][1], int) else None
         schema = getattr(func, "_schema", None)
         writes = schema.is_mutable if schema is not None else None if at else False
-        if not writes and len(found) == 1 and root is not None and self._is_known(found[0], root):
+        if not writes and len(found) == 1 and root is not None and found[0] is not None and self._is_known(found[0], root):
             return  # `detach`, or a view that changes nothing
         plain = tuple([None if n in dict(at) else arg for n, arg in enumerate(args)])
         count = len(found) if isinstance(results, (tuple, list)) else 0
         self.steps.append(_Step(_METHODS.get(func, func), plain, kwargs, tuple(at), len(self.values), count, writes))
-        for tensor in found:
-            views = root is not None and memory_of(tensor) == memory_of(self.values[root])
+        for tensor in found or [None]:  # a launch returns nothing
+            views = tensor is not None and root is not None and memory_of(tensor) == memory_of(self.values[root])
             self._add(tensor, self.roots[root] if views and root is not None else len(self.values))
-        if not found:  # a launch that returns nothing
-            self.values.append(None)
-            self.roots.append(-1)
 
-    def _add(self, tensor: Tensor, root: int) -> None:
-        self._numbers[_place(tensor)] = len(self.values)
+    def _add(self, tensor: Tensor | None, root: int) -> None:
+        if tensor is not None:
+            self._numbers[_place(tensor)] = len(self.values)
         self.values.append(tensor)
         self.roots.append(root)
 

@@ -205,6 +205,32 @@ def test_the_walk_back_finds_all_gradients(name, sequences, taken):
     assert runs_back == [name == "joined"] * 2  # whose segments slice its weights, and so read them; the third call replays
 
 
+ELSEWHERE = {
+    "an input that a call of the loop takes, too": (lambda x, v, w: x + linear(torch.cat([x, v], -1), w), weights(H, 2 * H), (3, H)),
+    "a convolution": (lambda x, v, w: x + torch.conv1d(v, w, padding=1), weights(2, 2, 3), (3, 2, H)),
+    "a sum that drops its dim": (lambda x, v, w: x * w - v.sum(-1).unsqueeze(-1), weights(H), (3, H)),
+}
+
+
+@pytest.mark.parametrize("asked", ["all", "inputs", "weights"])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_gradients_of_inputs_in_every_loop(name, asked, taken):
+    """Some of these walk in Python; of some, gradients are asked for in part."""
+    mix, w, shape = ELSEWHERE[name]
+    x, start = torch.randn(6, *shape, dtype=f64, requires_grad=True), torch.randn(shape, dtype=f64)
+    weight = torch.nn.Parameter(w.clone())
+    tensors = {"all": [x, weight], "inputs": [x], "weights": [weight]}[asked]
+
+    def core(x, v):
+        v = torch.tanh(mix(x, v, weight) + 0.5 * v)
+        return v * v, v
+
+    runs = [gradients_of(core, x, [start], tensors, True, backend) for backend in ("auto", "auto", "auto", "torch")]
+    for found in runs[:-1]:
+        torch.testing.assert_close(found, runs[-1])
+    assert any(isinstance(takes, set) for takes in taken) == (name != "a sum that drops its dim")  # whose segment reads the weights
+
+
 @pytest.mark.parametrize("why", ["a state", "a param", "a broadcast input"])
 def test_segments_run_back_for_other_gradients(why, taken):
     w, scale = torch.nn.Parameter(weights(H, H)), weights(H).requires_grad_(why == "a param")
@@ -221,6 +247,24 @@ def test_segments_run_back_for_other_gradients(why, taken):
     for found in runs[:-1]:
         torch.testing.assert_close(found, runs[-1])
     assert taken == [[True], [True]]  # the third call replays
+
+
+def test_calls_with_and_without_gradients_of_states_take_turns(taken):
+    """The kernels of one step differ."""
+    x, (start,) = operands(7, (3,), 1)
+    w = torch.nn.Parameter(weights(H, H))
+
+    def core(x, v):
+        v = torch.tanh(x + 0.5 * v + v @ w)
+        return v * v, v
+
+    x.requires_grad_()
+    for needed in (True, False, True, False):
+        v = start.detach().requires_grad_(needed)
+        tensors = [x, w, v] if needed else [x, w]
+        found, want = (gradients_of(core, x, [v], tensors, False, backend) for backend in ("cpp", "torch"))
+        torch.testing.assert_close(found, want)
+    assert any(isinstance(takes, set) for takes in taken)
 
 
 def test_operands_that_are_the_same_tensor_are_another_kind(walked):

@@ -847,8 +847,12 @@ def test_calls_that_no_gradient_goes_through():
 
 
 @pytest.mark.parametrize("T", [1, 2, 3, 7])
-def test_a_loop_in_python_notes_one_step(T, monkeypatch):
-    """Of two layers, of which the second one's spikes drive the first; where they start they are laid out in another way."""
+@pytest.mark.parametrize("both", [True, False], ids=["convolution", "convolution and cumsum"])
+def test_a_loop_in_python_notes_one_step(both, T, monkeypatch):
+    """Of two layers, of which the second one's spikes drive the first; where they start they are laid out in another way.
+
+    `cumsum` keeps graphs of autograd in training, so steps with it are noted without gradients alone.
+    """
     loops = []
 
     class Counted(Repeated):
@@ -858,13 +862,17 @@ def test_a_loop_in_python_notes_one_step(T, monkeypatch):
 
     def core(x, v, u, n, w, b):
         v = torch.tanh(0.5 * v + x + F.conv1d(u, w, b, padding=1))
-        u = torch.tanh(0.3 * u + v.cumsum(-1) * 0.1) + n * 0.01
+        u = torch.tanh(0.3 * u + (v if both else v.cumsum(-1)) * 0.1) + n * 0.01
         return v * u, v, u, n + 1
 
     monkeypatch.setattr(recurrence, "Repeated", Counted)
     start = torch.randn(7, 2, 3).permute(2, 1, 0)
     x, w, b = torch.randn(T, 3, 2, 7), 0.3 * torch.randn(2, 2, 3), torch.randn(2)
-    check_mixing(core, [x], [start, start * 2.0, torch.zeros(3, 2, 7, dtype=torch.int32)], [w, b])
+    counts = torch.zeros(3, 2, 7, dtype=torch.int32)
+    check_mixing(core, [x], [start, start * 2.0, counts], [w, b])
+    forward, backward = loops
+    assert forward.repeats == backward.repeats == both
+    assert (forward.replay is not None) == (both and T > 1) and (backward.replay is not None) == (both and T > 2)
     with torch.no_grad():
-        flexsn.scan(core, [x], [start, start * 2.0, torch.zeros(3, 2, 7, dtype=torch.int32)], [w, b], strict=True)
+        flexsn.scan(core, [x], [start, start * 2.0, counts], [w, b], strict=True)
     assert loops[-1].repeats and (loops[-1].replay is not None) == (T > 1)

@@ -91,6 +91,22 @@ def test_views_that_change_nothing_are_left_out():
     assert [getattr(step.func, "__name__", "kernel") for step in replay.steps] == ["t.default", "add.Tensor", "detach"]
 
 
+def test_results_that_are_none_have_numbers_too():
+    """As of gradients of a convolution that are not asked for."""
+
+    def function(fresh, x, w, g):
+        options = [2], [1], [1], [1], False, [0], 1, [True, False, False]  # from the sizes of the bias on
+        of_input, of_weight, of_bias = torch.ops.aten.convolution_backward(g, x, w, *options)
+        assert of_weight is None and of_bias is None
+        return [of_input * 2.0, of_input], []
+
+    shapes = (3, 2, 7), (2, 2, 3), (3, 2, 7)
+    replay, _ = noted(function, *map(torch.randn, shapes))
+    given = [torch.randn(shape) for shape in shapes]
+    want, _ = function(None, *given)
+    assert all(map(torch.equal, replay(given), want))
+
+
 def test_what_is_written_to_what_was_given_stays():
     replay, _ = noted(lambda fresh, x, count: ([x * 2.0], [count.add_(1)]), torch.ones(2), torch.zeros(()))
     count = torch.tensor(3.0)

@@ -111,7 +111,8 @@ def _expect_backward(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor
         CannotFuseError: that of a segment.
     """
     segments = [step for steps in loop.steps for step in steps]
-    if _walk_finds_all(loop, operands, loop.trains):
+    if (takes := _to_take_over(loop, operands, loop.trains)) is not None:
+        loop.take_over(takes)
         for step in segments:
             step.call(loop.first_rows(), trains=True)
         return
@@ -123,11 +124,11 @@ def _expect_backward(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor
         step.over_time(given, states, list(operands.params.values()), operands.captured)
 
 
-def _walk_finds_all(loop: Loop, operands: Operands, needs: Sequence[bool]) -> bool:
-    """Return whether the walk back finds all gradients of the segments; if so, have it do that.
+def _to_take_over(loop: Loop, operands: Operands, needs: Sequence[bool]) -> set[Place] | None:
+    """Return the inputs of segments whose gradients the walk back is to find, so that no segment runs back over whole sequences after it.
 
-    So it is where operands have the shape of a step, and neither states at the start nor what is the same at all steps has gradients: then
-    segments need not run back over whole sequences. On a GPU it is not measured.
+    None: segments run back. So they do where an input has another shape than a step, where states at the start, or params or captured
+    tensors that segments read, have gradients, and on a GPU, where it is not measured.
 
     Args:
         needs: which operands have gradients.
@@ -135,17 +136,16 @@ def _walk_finds_all(loop: Loop, operands: Operands, needs: Sequence[bool]) -> bo
     of = dict(zip(_places(operands), needs, strict=False))
     fixed = [*[("v", k, 0) for k in operands.states], *[("param", n) for n in operands.params]]
     if loop.device.type != "cpu" or not loop.T or any(map(of.__getitem__, fixed)):
-        return False
+        return None
     takes, some = set[Place](), next(iter(operands.states.values()))
     for step in [step for steps in loop.steps for step in steps]:
         call, _ = step.call(loop.first_rows(), trains=False)
         own = {p for p in step.segment.takes if of.get(p)}
         alike = all(operands.known[p].shape[1:] == call.shapes.step and operands.known[p].dtype is some.dtype for p in own)
         if not alike or any(of[name] for name in call.captured):
-            return False
+            return None
         takes |= own
-    loop.take_over(takes)
-    return True
+    return takes
 
 
 def _places(operands: Operands) -> list[Any]:
@@ -221,8 +221,9 @@ def _pulled(ctx: Any, saved: Sequence[Tensor], needs: Sequence[bool], grads: Seq
     loop, fixed_needs = ctx.loop.over(tensors, leaves.known, ctx.loop.T), iter(needs[count:])
     loop.needs = {j: [next(fixed_needs) for _ in mix.fixed] for j, mix in loop.mix.items()}
     loop.trains, loop.views, loop.graphs = ctx.loop.trains, {*ctx.loop.views}, ctx.loop.graphs
-    all_in_walk = _walk_finds_all(loop, leaves, needs)
-    whole, given = over_whole(loop, leaves, kept, trains=not all_in_walk), iter(grads)
+    if (takes := _to_take_over(loop, leaves, needs)) is not None:
+        loop.take_over(takes)
+    whole, given = over_whole(loop, leaves, kept, trains=takes is None), iter(grads)
     of_gives, of_finals, of_trail, of_mixed = [{key: next(given) for key in group} for group in ctx.groups]
     of_trail = {k: of_trail.get(k) for k in whole.trail}
     computed = {**whole.asked, **whole.mixed, **kept}

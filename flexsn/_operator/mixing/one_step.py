@@ -65,8 +65,7 @@ class OneStep:
         takes, states = [rows[p] for p in segment.takes], [rows["v", k, 0].squeeze(0) for k in segment.states]
         statics = [*given.params, *self.captured.values()]
         kinds = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in statics]
-        own = tuple(self.own) if trains else ()
-        key = ("step", trains, own, given.backend, *kinds, *[(t.shape, t.dtype, t.device, t.stride()) for t in (*takes, *states)])
+        key = ("step", trains, given.backend, *kinds, *[(t.shape, t.dtype, t.device, t.stride()) for t in (*takes, *states)])
         call = self.look.over_parts.get(key)
         if call is None:
             takes, states = [t.detach() for t in takes], [t.detach().clone() for t in states]

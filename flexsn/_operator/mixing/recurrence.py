@@ -58,7 +58,7 @@ class Loop:
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
         self.trains, self.written_down, self.cut = tuple[bool, ...](), False, ""
-        self.taken_over = set[Place]()
+        self.taken_over = set[Place]()  # see `take_over`
         self.graphs = dict[tuple[int, int], Graph]()  # of calls, by step, as the forward kept them
         self.device = next(iter(states.values())).device
 
@@ -175,8 +175,8 @@ class Loop:
     def _repeated(self, step: Callable[[list], list], with_graphs: Sequence[int]) -> Repeated:
         """Return a step as one that is noted: on a CPU, where it keeps no graphs of autograd.
 
-        So a recurrent convolution of small steps runs 1.3 times as fast as a plain loop, and 1.1 to 1.2 times in training, where the loop
-        was as fast, or faster (`python benchmarks/steps.py`, `convolved_small`, 2026-11-28, two CPU cores).
+        So a recurrent convolution of small steps runs 1.2 times as fast as a plain loop, and 1.7 times in training; without it, as fast, and
+        slower in training (`python benchmarks/steps.py`, `convolved_small`, 2026-11-28, two CPU cores).
         """
         return Repeated(step, [*self.fixed_tensors().values()], repeats=self.device.type == "cpu" and not with_graphs)
 

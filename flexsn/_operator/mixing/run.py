@@ -71,15 +71,15 @@ def run_mixing(given: Given, sequences: bool) -> Results:
         return [*finals, *trail, *outputs], None
 
     if runs_core or _walks.found is not None or _walks.given is not None:
-        return _apart(work()[0], given, sequences)
+        return _without_views(work()[0], given, sequences)
 
     device, kinds = given.inputs[0].device, known.setdefault("calls", Kinds())
     what = sequences, given.backend, given.autocast, device, torch.is_inference_mode_enabled()
-    return _apart(kinds.run(what, [*operands, *captured.values()], work)[0], given, sequences)
+    return _without_views(kinds.run(what, [*operands, *captured.values()], work)[0], given, sequences)
 
 
-def _apart(found: list[Tensor], given: Given, sequences: bool) -> Results:
-    """Return the results of a call without gradients: none a view, which may not be written to with gradients if it was made without."""
+def _without_views(found: list[Tensor], given: Given, sequences: bool) -> Results:
+    """Return the results of a call without gradients. A view that is made without them may not be written to with them: none is one."""
     found = [t if t._base is None else t.detach() for t in found]
     ends = len(given.states)
     outs = 2 * ends if sequences else ends

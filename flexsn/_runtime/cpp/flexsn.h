@@ -199,6 +199,7 @@ typedef double d2_ __attribute__((vector_size(16)));
 #define FLEXSN_SIMD __attribute__((simd("notinbranch"), const))
 #define FLEXSN_USED __attribute__((used))
 namespace flexsn {
+// The first lanes of a vector as a narrower one, or all of them as the first ones of a wider, whose others are zero.
 template <class To, class From> inline To resized(From x) {
   To found = {};
   std::memcpy(&found, &x, sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));

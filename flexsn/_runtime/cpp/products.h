@@ -14,13 +14,13 @@ namespace flexsn {
 
 constexpr int64_t GROUP = 32;  // sequences that a thread steps together
 
-// Values that begin with a line of the cache: vectors of them lie in one line each.
-template <class F> class Lines {
+// Values that begin where a line of the cache does, so that no vector of them lies in two.
+template <class F> class Aligned {
   struct alignas(64) Line { F values[64 / sizeof(F)]; };
   std::vector<Line> lines_;
 
  public:
-  explicit Lines(int64_t count = 0) : lines_(count * sizeof(F) / 64 + 1, Line{}) {}
+  explicit Aligned(int64_t count = 0) : lines_(count * sizeof(F) / 64 + 1, Line{}) {}
   F* data() { return lines_[0].values; }
   const F* data() const { return lines_[0].values; }
 };
@@ -29,7 +29,7 @@ template <class F> class Lines {
 template <class F> struct Product {
   const F* w;
   const F* bias;
-  Lines<F> blocks;  // of `w`
+  Aligned<F> blocks;  // of `w`
   bool finite;      // else zero times a weight is not zero
   int64_t from, to, width, columns;
   bool adds;
@@ -47,9 +47,9 @@ template <class F> inline F fused(F a, F b, F c) {
 template <class F> constexpr int64_t COLUMNS = 128 / sizeof(F);
 
 // Weights [width, columns] block of columns by block of columns, each dense and filled up with zeros.
-template <class F> Lines<F> packed(const F* w, int64_t width, int64_t columns) {
+template <class F> Aligned<F> packed(const F* w, int64_t width, int64_t columns) {
   constexpr int64_t J = COLUMNS<F>;
-  Lines<F> found((columns + J - 1) / J * J * width);
+  Aligned<F> found((columns + J - 1) / J * J * width);
   for (int64_t k = 0; k < width; ++k) {
     for (int64_t i = 0; i < columns; i += J) {
       std::memcpy(found.data() + i * width + k * J, w + k * columns + i, (columns - i < J ? columns - i : J) * sizeof(F));
@@ -66,28 +66,34 @@ template <class F> bool all_finite(const F* values, int64_t count) {
 
 constexpr int64_t DEPTH = 128;  // rows of a block of weights that stay in the first cache while all rows of values go by
 
-// R rows of a product, in one block of columns of which `n` are there: add what `depth` values of each make, k by k, R side by side.
-template <class F, int R> inline void dense(const F* values, const F* block, F* const* out, int64_t depth, int64_t i, int64_t n) {
+// Add to R sums the products of R values, at each of `depth` steps of `next` values, with one row of a block, row by row in order.
+template <class F, int R> inline void accumulate(F (&sum)[R][COLUMNS<F>], const F* values, int64_t next, const F* block, int64_t depth) {
   constexpr int J = COLUMNS<F>;
-  F sum[R][J] = {};
-  const auto each = [&](auto move) {
-    if (n == J) for (int r = 0; r < R; ++r) move(out[r] + i, sum[r], J);  // a number that is known here is one load or two
-    else for (int r = 0; r < R; ++r) move(out[r] + i, sum[r], n);
-  };
-  each([](const F* from, F* to, int64_t n) { std::memcpy(to, from, n * sizeof(F)); });
   for (int64_t k = 0; k < depth; ++k) {
     const F* row = block + k * J;
     for (int r = 0; r < R; ++r) {
-      const F x = values[k * R + r];
+      const F x = values[k * next + r];
 #pragma omp simd
       for (int j = 0; j < J; ++j) sum[r][j] = fused(x, row[j], sum[r][j]);
     }
   }
+}
+
+// R rows of a product, in one block of columns, of which `n` are there: add what `depth` interleaved values of each row make.
+template <class F, int R> inline void dense(const F* values, const F* block, F* const* out, int64_t depth, int64_t i, int64_t n) {
+  constexpr int J = COLUMNS<F>;
+  F sum[R][J] = {};
+  const auto each = [&](auto move) {
+    if (n == J) for (int r = 0; r < R; ++r) move(out[r] + i, sum[r], J);  // of a size that the compiler knows: one load or two
+    else for (int r = 0; r < R; ++r) move(out[r] + i, sum[r], n);
+  };
+  each([](const F* from, F* to, int64_t n) { std::memcpy(to, from, n * sizeof(F)); });
+  accumulate<F, R>(sum, values, R, block, depth);
   each([](F* to, const F* from, int64_t n) { std::memcpy(to, from, n * sizeof(F)); });
 }
 
-// R rows side by side, from k on.
-template <class F, int R> ONCE void beside(const F* const* from, int64_t k, int64_t depth, F* values) {
+// Write `depth` values of R rows, from the k-th on: the first of each row, the second of each, and so on.
+template <class F, int R> ONCE void interleave(const F* const* from, int64_t k, int64_t depth, F* values) {
   for (int64_t d = 0; d < depth; ++d) for (int r = 0; r < R; ++r) values[d * R + r] = from[r][k + d];
 }
 
@@ -105,7 +111,7 @@ template <class F> inline void dense_rows(const F* const* from, F* const* to, in
   alignas(64) F values[GROUP * DEPTH];
   for (int64_t k = 0; k < width; k += DEPTH) {
     const int64_t depth = std::min(DEPTH, width - k);
-    by_rows(rows, [&](auto R, int64_t r) { beside<F, R>(from + r, k, depth, values + r * depth); });
+    by_rows(rows, [&](auto R, int64_t r) { interleave<F, R>(from + r, k, depth, values + r * depth); });
     for (int64_t i = 0; i < columns; i += J) {
       const F* const block = blocks + i * width + k * J;
       by_rows(rows, [&](auto R, int64_t r) { dense<F, R>(values + r * depth, block, to + r, depth, i, std::min(J, columns - i)); });
@@ -176,26 +182,18 @@ inline void product(const Product<F>& p, const char* a, int64_t next, char* out,
   if (left) dense_rows(from, to, left, p.blocks.data(), p.width, p.columns);
 }
 
-// R rows of a block of columns: add the sum of the outer products of `count` rows, which runs over them in order.
-template <class F, int R> inline void add_outer(const F* a, int64_t width, const F* block, F* out, int64_t count) {
+// R rows of a gradient of weights, in one block of columns: add the sum of the outer products of `count` rows of values and of a block.
+template <class F, int R> inline void add_outer(const F* values, int64_t next, const F* block, F* out, int64_t count) {
   constexpr int J = COLUMNS<F>;
-  F sum[R][J];
-  for (int r = 0; r < R; ++r) for (int j = 0; j < J; ++j) sum[r][j] = F(0);
-  for (int64_t m = 0; m < count; ++m) {
-    const F* row = block + m * J;
-    for (int r = 0; r < R; ++r) {
-      const F x = a[m * width + r];
-#pragma omp simd
-      for (int j = 0; j < J; ++j) sum[r][j] = fused(x, row[j], sum[r][j]);
-    }
-  }
+  F sum[R][J] = {};
+  accumulate<F, R>(sum, values, next, block, count);
   for (int r = 0; r < R; ++r) for (int j = 0; j < J; ++j) out[r * J + j] += sum[r][j];
 }
 
-// One row of it, from the `count` values of a column of `a` that are not zero, and the rows of the block at which they stand.
-template <class F> inline void add_few(const F* values, const int32_t* at, int64_t count, const F* block, F* out) {
+// One row of it, where most values are zero: from the `count` others, and the rows of the block with which they meet.
+template <class F> inline void add_outer_sparse(const F* values, const int32_t* at, int64_t count, const F* block, F* out) {
   constexpr int J = COLUMNS<F>;
-  typedef F Half __attribute__((vector_size(64), may_alias));  // said so: of a loop over J compilers gather one value of many rows
+  typedef F Half __attribute__((vector_size(64), may_alias));  // GCC makes slow gathers of a loop over J here
   Half* const to = reinterpret_cast<Half*>(out);
   Half first = to[0], second = to[1];
   for (int64_t c = 0; c < count; ++c) {
@@ -212,18 +210,18 @@ template <class F> int outer(void* const* arrays, const int64_t* dims, int64_t r
   const F *first = static_cast<const F*>(arrays[0]), *rest = static_cast<const F*>(arrays[1]), *g = static_cast<const F*>(arrays[2]);
   F* const out = static_cast<F*>(arrays[3]);
   const int64_t apart = dims[0];
-  const bool few = dims[1] != 0;
+  const bool mostly_zero = dims[1] != 0;
   parallel(threads, [=](int thread, int threads) {
     constexpr int64_t J = COLUMNS<F>, M = 128;  // rows that a block of `g` has
     const int64_t begin = width * thread / threads, end = width * (thread + 1) / threads, own = end - begin;
-    Lines<F> block(M * J), sums((columns + J - 1) / J * J * own);  // block of columns by block of columns
-    std::vector<F> values(few ? own * M : 0);  // that are not zero: of every row of `out` up to M, and at which rows of `a`
-    std::vector<int32_t> at(few ? own * M : 0), counts(own), there(own + 16);
+    Aligned<F> block(M * J), sums((columns + J - 1) / J * J * own);  // block of columns by block of columns
+    std::vector<F> values(mostly_zero ? own * M : 0);  // up to M that are not zero for each row of `out`, and their rows of `a` in `at`
+    std::vector<int32_t> at(mostly_zero ? own * M : 0), counts(own), there(own + 16);
     for (int64_t r = 0, count; r < rows; r += count) {
       const F* const a = (r < apart ? first + r * width : rest + (r - apart) * width) + begin;
       count = std::min(M, (r < apart ? apart : rows) - r);
       std::fill(counts.begin(), counts.end(), 0);
-      for (int64_t m = 0; m < count && few; ++m) {
+      for (int64_t m = 0; m < count && mostly_zero; ++m) {
         for (int64_t c = 0, found = nonzero(a + m * width, own, there.data()); c < found; ++c) {
           const int64_t k = there[c], place = k * M + counts[k]++;
           at[place] = int32_t(m), values[place] = a[m * width + k];
@@ -233,8 +231,8 @@ template <class F> int outer(void* const* arrays, const int64_t* dims, int64_t r
         const int64_t n = std::min(J, columns - i);
         for (int64_t m = 0; m < count; ++m) std::memcpy(block.data() + m * J, g + (r + m) * columns + i, n * sizeof(F));
         F* const to = sums.data() + i * own;
-        for (int64_t k = 0; k < own && few; ++k) add_few(&values[k * M], &at[k * M], counts[k], block.data(), to + k * J);
-        if (!few) by_rows(own, [&](auto R, int64_t k) { add_outer<F, R>(a + k, width, block.data(), to + k * J, count); });
+        for (int64_t k = 0; k < own && mostly_zero; ++k) add_outer_sparse(&values[k * M], &at[k * M], counts[k], block.data(), to + k * J);
+        if (!mostly_zero) by_rows(own, [&](auto R, int64_t k) { add_outer<F, R>(a + k, width, block.data(), to + k * J, count); });
       }
     }
     for (int64_t i = 0; i < columns; i += J) {
