@@ -976,7 +976,7 @@ def test_a_pruned_module_of_pytorchs_inside_a_core():
         FlexSN(core, num_states=1, strict=True)(x)
     assert type(core.act.weight) is torch.Tensor and core.act.weight.tolist() == core.act.weight_orig.mul(core.act.weight_mask).tolist()
     prune.remove(core.act, "weight")
-    assert torch.equal(FlexSN(core, num_states=1, strict=True)(x), FlexSN(core, num_states=1, backend="torch")(x))
+    torch.testing.assert_close(FlexSN(core, num_states=1, strict=True)(x), FlexSN(core, num_states=1, backend="torch")(x))
 
 
 # --- where states start -------------------------------------------------------------------------------------------------------
