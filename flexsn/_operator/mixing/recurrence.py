@@ -175,7 +175,7 @@ class Loop:
     def _repeated(self, step: Callable[[list], list], with_graphs: Sequence[int]) -> Repeated:
         """Return a step as one that is noted: on a CPU, where it keeps no graphs of autograd.
 
-        So a recurrent convolution of small steps runs 1.2 times as fast as a plain loop, and 1.7 times in training; without it, as fast, and
+        So a recurrent convolution of small steps runs 1.2 times as fast as a plain loop, and 1.7 times in training; without it, as fast and
         slower in training (`python benchmarks/steps.py`, `convolved_small`, 2026-11-28, two CPU cores).
         """
         return Repeated(step, [*self.fixed_tensors().values()], repeats=self.device.type == "cpu" and not with_graphs)
