@@ -29,7 +29,8 @@ def test_results_are_those_of_the_loop(core, inputs, outputs, backend):
             for got in (kernel(*args, v), kernel(*args)) if not v.any() else (kernel(*args, v),):
                 assert len(got) == outputs + 1
                 for a, b in zip(got, want, strict=True):
-                    assert a.dtype is b.dtype and torch.equal(a, b)
+                    assert a.dtype is b.dtype
+                    torch.testing.assert_close(a, b, rtol=1e-6, atol=0)  # PyTorch's own `tanh` differs between processors
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
