@@ -67,19 +67,19 @@ examples: $(READY) ## train every example at full scale (minutes): demo_output/<
 	for name in japanese_vowels pig_cvp events_tonic two_compartments lightning_digits shd_like gru_as_a_core; do $(BIN)/python examples/$$name.py || exit; done
 
 test: $(READY) ## the quick tests, two cases of those that have many: 9 minutes on 2 cores
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not full and not gpu"
 
-test-slow: $(READY) ## the slow tests, and the other cases of the quick ones
-	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu"
+test-slow: $(READY) ## the slow tests, and six more cases of those that have many
+	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not full and not gpu"
 
-test-full: $(READY) ## the tests and the slow tests
+test-full: $(READY) ## all tests, of all cases: an hour and more on 2 cores; before a release
 	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 
 test-oldest: $(OLDEST_READY) ## `make test` on PyTorch 2.11, the oldest that is supported
-	.oldest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(TESTS)
+	.oldest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not full and not gpu" $(TESTS)
 
 test-newest: $(NEWEST_READY) ## `make test` on PyTorch 2.14, the newest that is tested
-	.newest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(TESTS)
+	.newest-venv/bin/python -m pytest -n $(JOBS) -m "not slow and not full and not gpu" $(TESTS)
 
 # what holds on any device, beside the tests that are marked `gpu`; the other files make their operands on the CPU
 ANY_DEVICE := $(foreach name,call complex cut default_states derivatives hop inner load lowlevel_ops memory mixing module over_time parity prologue_fusion recurrent rows scan sharding stateless transforms,$(wildcard tests/test_$(name).py tests/*/test_$(name).py))

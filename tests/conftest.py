@@ -95,6 +95,7 @@ def pytest_configure(config):
 
 
 QUICK_CASES = 2
+SLOW_CASES = 6
 
 
 def spread(cases, count):
@@ -103,16 +104,17 @@ def spread(cases, count):
 
 
 def mark_most_cases_slow(items):
-    """Of a test with many cases, `make test` runs the first and the last; the others are slow tests like those marked by hand."""
+    """Of a test with many cases, `make test` runs the first and the last, `make test-slow` six others, and `make test-full` all."""
     tests = collections.defaultdict(list)
     for item in items:
         if not item.get_closest_marker("slow"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         quick = spread(cases, QUICK_CASES)
-        for item in cases:
-            if item not in quick:
-                item.add_marker(pytest.mark.slow)
+        others = [item for item in cases if item not in quick]
+        slow = spread(others, SLOW_CASES)
+        for item in others:
+            item.add_marker(pytest.mark.slow if item in slow else pytest.mark.full)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at

@@ -395,7 +395,7 @@ def test_op_db_compiled(name):
     assert not [*row.forward, *row.backward]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_op_db_compiled_in_full():
     rows = op_table.run([*op_table.scope(), *op_table.EXTRA], jobs=2)
     assert len(rows) == 133 + len(op_table.EXTRA)

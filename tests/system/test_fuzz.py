@@ -225,7 +225,7 @@ def test_a_fault_is_found(fault, monkeypatch):
     assert found is not None and found.kind == kind, found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_failure_shrinks_to_a_program_that_shows_it(monkeypatch, tmp_path):
     """A fault in one op, in a long core with many operands: one line is left, and the program runs."""
     monkeypatch.setitem(TEXTS, "floor", "flexsn::trunc({0})")

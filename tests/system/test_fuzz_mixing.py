@@ -22,7 +22,9 @@ def judged(first, last, flags=batch.FAST_BUILD):
     assert not said, "\n\n".join(said)
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (40, 80, 120))])
+@pytest.mark.parametrize(
+    "first", [0, pytest.param(40, marks=pytest.mark.slow), *(pytest.param(k, marks=pytest.mark.full) for k in (80, 120))]
+)
 def test_random_cores_that_mix_neurons(first):
     judged(first, first + (40 if first else 8))
 

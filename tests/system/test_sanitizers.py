@@ -203,8 +203,13 @@ def sanitized(tmp_path, code):
     return done
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", ["matrix tiles", "zoo neurons shapes", "smaller numbers"])  # a process takes long to start
+@pytest.mark.parametrize(
+    "names",  # a process takes long to start
+    [
+        pytest.param("matrix tiles", marks=pytest.mark.slow), pytest.param("zoo neurons shapes", marks=pytest.mark.full),
+        pytest.param("smaller numbers", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 def test_parity_under_sanitizers(tmp_path, names):
     done = sanitized(tmp_path, PARITY.format(cases="".join([textwrap.dedent(CASES[name]) for name in names.split()])))
     assert done.returncode == 0 and done.stdout == "sound\n", done.stderr[-3000:]

@@ -1154,8 +1154,9 @@ print([counters["aot_autograd"][n] for n in names], [counters["inductor"][f"fxgr
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["network", "operator", "program"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("network", marks=pytest.mark.slow), *(pytest.param(w, marks=pytest.mark.full) for w in ("operator", "program"))]
+)
 def test_a_second_process_finds_what_the_first_compiled(what, tmp_path):
     """It need not have compiled anything before: importing flexsn is enough."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
