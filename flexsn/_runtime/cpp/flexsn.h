@@ -1,7 +1,8 @@
 // What every generated CPU kernel includes: types and maths here, tiles in tile.h. Needs the C++ library alone.
 #pragma once
-#include <cmath>
 #include <cstdint>
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS  // of libstdc++: Bessel functions and their like, which take longer to read than all the rest
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
