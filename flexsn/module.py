@@ -64,6 +64,7 @@ class FlexSN(CoreOwner):
         backend: `"auto"`, `"cpp"`, `"triton"` (also named `"inductor"`), `"torch"` (the eager loop) or `"hop"`; see `scan`.
         store_state_seqs: keep the states of every step of the last call in `state_seqs`.
         strict: make `"auto"` raise where it would fall back to the eager loop.
+        exact: with False, few neurons over many steps may run parts of time side by side; see `scan`.
         stateful: carry states from call to call. `"detached"`: their values only, so that a backward ends where its call
             began (truncated BPTT), and no graph outlives its backward. With False every call starts anew, and there is nothing to
             reset. Under `torch.compile` both train faster than True: a graph that returns states with gradients is given zeros for
@@ -99,6 +100,7 @@ class FlexSN(CoreOwner):
         *,
         params: Sequence[Tensor] | Tensor = (),
         strict: bool = False,
+        exact: bool = True,
         stateful: Stateful = True,
         initial_states: InitialStates | None = None,
     ):
@@ -120,6 +122,7 @@ class FlexSN(CoreOwner):
             self.params.register(param_name, param)  # type: ignore[union-attr]  # there are params, so there is a holder
         self.requires_grad_flags = gradient_flags(requires_grad, self.num_inputs, self.num_states, name)
         self.step_mode, self.backend, self.store_state_seqs, self.strict = step_mode, backend, store_state_seqs, strict
+        self.exact = exact
         self.stateful = stateful
         self.initial_states = checked_start(initial_states, self.num_states, name)
         self.states: Sequence[Tensor] | None = None  # a tuple while exporting: values of that trace, not of an earlier call
@@ -288,13 +291,13 @@ class FlexSN(CoreOwner):
         if torch.compiler.is_dynamo_compiling():
             finals, trail, outputs = compile_core(
                 self.core, self, inputs, tuple(states), params, backend=self.backend, strict=self.strict, sequences=sequences,
-                num_outputs=self.num_outputs,
+                num_outputs=self.num_outputs, exact=self.exact,
             )  # fmt: skip
         else:
             seen = self.captured_values()
             finals, trail, outputs = run_core(
                 self._looked_at, seen, inputs, tuple(states), params, backend=self.backend, strict=self.strict,
-                sequences=sequences, num_outputs=self.num_outputs,
+                sequences=sequences, num_outputs=self.num_outputs, exact=self.exact,
             )  # fmt: skip
         return outputs, finals, trail if sequences else None
 

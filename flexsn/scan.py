@@ -34,6 +34,7 @@ def scan(
     store_state_seqs: bool = False,
     backend: str = "auto",
     strict: bool = False,
+    exact: bool = True,
     reduce: Callable[..., Any] | None = None,
 ) -> ScanResult:
     """Run one-step function `core` over T steps in one fused kernel, differentiable in every tensor it touches.
@@ -50,6 +51,8 @@ def scan(
         backend: `"auto"`, `"cpp"` (fused, CPU), `"triton"` (fused, NVIDIA GPUs; also named `"inductor"`), `"torch"` (the
             eager loop) or `"hop"` (the device's fused one, through the operator that compiled calls take).
         strict: make `"auto"` raise where it would fall back to the eager loop.
+        exact: with False, few neurons over many steps may run parts of time side by side, where new states are affine in the states
+            (leaky integrators, state-space neurons, resonators without a reset): results then agree with the eager loop within rounding.
         reduce: for sequences in pieces, `reduce(k, *outputs)` takes the outputs of piece `k` and returns a tensor or a tuple of
             tensors (its part of the loss), which are summed over the pieces and returned in place of the outputs.
 
@@ -64,13 +67,18 @@ def scan(
         if packed or not isinstance(given, (tuple, list)):
             hint = f"{PADDED} Then write `{name}=(x,)`." if packed else f"Write `{name}=(x,)`."
             raise OperandTypeError(f"`{name}` must be a tuple or list of tensors", core=core_name(core), hint=hint)
+    options: dict[str, Any] = {"backend": backend, "strict": strict, "exact": exact}
     if reduce is not None or any(map(in_pieces, inputs)):
-        return _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, backend=backend, strict=strict)
+        return _scan_in_pieces(core, inputs, states, params, store_state_seqs, reduce, **options)
     operands = tuple(inputs), tuple(states), tuple(params)
     if torch.compiler.is_dynamo_compiling():
-        finals, sequences, outputs = compile_core(core, None, *operands, backend=backend, strict=strict, sequences=store_state_seqs)
+        finals, sequences, outputs = compile_core(
+            core, None, *operands, backend=backend, strict=strict, exact=exact, sequences=store_state_seqs
+        )
     else:
-        finals, sequences, outputs = run_core(core, look(core), *operands, backend=backend, strict=strict, sequences=store_state_seqs)
+        finals, sequences, outputs = run_core(
+            core, look(core), *operands, backend=backend, strict=strict, exact=exact, sequences=store_state_seqs
+        )
     return ScanResult(tuple(outputs), tuple(sequences if store_state_seqs else finals))
 
 

@@ -50,6 +50,7 @@ class Signature:
     num_states: int
     num_params: int
     names: tuple[str, ...]  # one per operand: inputs, then states, then params
+    exact: bool = True  # whether its forward runs step after step, also where it need not
 
     @property
     def input_names(self) -> tuple[str, ...]:

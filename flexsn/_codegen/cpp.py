@@ -1,8 +1,9 @@
 """Plan -> C++ source. Pure: no compiler, no device.
 
-The kernel is `run(arrays, numbers, dims, T, N, tile, threads)`: `arrays` in the order of `plan.arguments`, `numbers` the
+The kernel is `run(arrays, numbers, dims, T, N, tile, threads, large)`: `arrays` in the order of `plan.arguments`, `numbers` the
 constants of the core, `dims` two numbers per param (`inner`, `count`: element i of the step reads param element
-`(i / inner) % count`). Threads share the tiles;
+`(i / inner) % count`). `run_parts` walks `count` parts of time side by side, each of T steps of N neurons: rows of states and
+cotangents then have `count * N` elements, but for the initial states of a walk back. Threads share the tiles;
 a tile walks all of T with its states in cache; a row of a tile is computed in blocks, while what is read soon is asked
 for and what is finished is written; loops over the neurons of a block are vector loops.
 """
@@ -35,7 +36,7 @@ _ROUND = {torch.float16: "flexsn::round_half({0})", torch.bfloat16: "flexsn::rou
 def render(plan: KernelPlan) -> str:
     """Return the kernel's source text."""
     body = _forward(plan) if plan.direction == "forward" else _backward(plan)
-    return "\n".join([*_header(plan), *body, ""])
+    return "\n".join([*_header(plan), *body, *(_carry(plan) if plan.matrix else ()), ""])
 
 
 def _header(plan: KernelPlan) -> list[str]:
@@ -124,13 +125,14 @@ _CPP = Language(
 # --- the frame around it --------------------------------------------------------------------------------------------------
 def _open(plan: KernelPlan) -> list[str]:
     """Return the lines that open `run`: its signature, its arrays, and what each thread does: its rows, and a loop over its tiles."""
-    sizes = "const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large"
-    lines = [f'extern "C" int run(void* const* arrays, const double* numbers, {sizes}) {{']
+    sizes = "const int64_t* dims, int64_t T, int64_t N, int64_t count, int64_t tile, int threads, int large"
+    lines = [f'extern "C" int run_parts(void* const* arrays, const double* numbers, {sizes}) {{']
     for i, a in enumerate(plan.arguments):
         const = "const " if i < len(plan.reads) else ""
         ctype = const + STORAGE[a.storage]
         lines.append(f"  {ctype}* const {_pointer(a, i < len(plan.reads))} = static_cast<{ctype}*>(arrays[{i}]);")
-    lines += [f"  huge_pages({a.role}_seq, T * N * sizeof({STORAGE[a.storage]}));" for a in plan.writes if a.kind == "sequence"]
+    lines += ["  const Parts parts{T, N, count};", "  const int64_t M = N * count;", "  const bool apart = count > 1;"]
+    lines += [f"  huge_pages({a.role}_seq, T * M * sizeof({STORAGE[a.storage]}));" for a in plan.writes if a.kind == "sequence"]
     lines += [
         "  int failed = 0;",
         "  parallel(threads, [=, &failed](int thread, int threads) {",
@@ -142,10 +144,10 @@ def _open(plan: KernelPlan) -> list[str]:
     for name, ctype, count in _scratch_rows(plan):
         lines.append(f"    {ctype}* const {name} = scratch.rows<{ctype}>({count});")
     lines += [
-        "    const Share share(N, tile, thread, threads);",
+        "    const Share share(M, tile, thread, threads);",
         "    for (int64_t begin = share.begin; begin < share.end; begin += tile) {",
-        "      const int64_t size = N - begin < tile ? N - begin : tile, n = padded(size);",
-        "      const bool full = n == size;  // else rows pass through padded buffers",
+        "      const int64_t size = up_to(tile, M - begin), n = padded(size);",
+        "      const bool full = n == size && !apart;  // else rows pass through padded buffers",
     ]
     params = [a for a in plan.reads if a.kind == "param"]
     lines += [f"      spread({a.role}_seq, dims[{2 * i}], dims[{2 * i + 1}], begin, size, {a.role}_row);" for i, a in enumerate(params)]
@@ -160,7 +162,31 @@ def _open(plan: KernelPlan) -> list[str]:
 def _close(plan: KernelPlan) -> list[str]:
     """Store the last rows and end what a thread does."""
     rows = [f"      last_row({a.role}_row, begin, size, {a.role}_last);" for a in plan.writes if a.kind == "row"]
-    return [*rows, "    }", "    if (large) fence();", "  });", "  return failed;", "}"]
+    sizes = "const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large"
+    return [
+        *rows, "    }", "    if (large) fence();", "  });", "  return failed;", "}",
+        f'extern "C" int run(void* const* arrays, const double* numbers, {sizes}) {{',
+        "  return run_parts(arrays, numbers, dims, T, N, 1, tile, threads, large);",
+        "}",
+    ]  # fmt: skip
+
+
+def _carry(plan: KernelPlan) -> list[str]:
+    """Return the function that passes on what is carried from part to part."""
+    states = len(plan.carried) - len(plan.matrix)
+    entries = ", ".join(f"{{{row}, {column}}}" for row, column in plan.matrix)
+    walked = ("part = 0; part < count; ++part", "part = count - 1; part >= 0; --part")[plan.direction == "backward"]
+    return [
+        "// From part to part of time: what is carried, times A, plus b. What comes in at a part takes the place of its b.",
+        'extern "C" void carry(void* const* arrays, int64_t N, int64_t count) {',
+        f"  constexpr int entries[][2] = {{{entries}}};  // of A: row and column",
+        f"  const Carried<{ROW[plan.carried[0].compute]}, {states}> carried(arrays);",
+        "  for (int64_t neuron = 0; neuron < N; ++neuron) {",
+        f"    auto now = carried.first(neuron, {len(plan.matrix)});",
+        f"    for (int64_t {walked}) now = carried.next(now, part * N + neuron, entries);",
+        "  }",
+        "}",
+    ]
 
 
 def _pointer(a: Array, read: bool) -> str:
@@ -192,7 +218,8 @@ def _rows(plan: KernelPlan, indent: str, roles: Container[str] | None = None) ->
             continue
         ctype, at = STORAGE[a.storage], f"{a.role}_seq + t * N + begin"
         if i < len(plan.reads):
-            lines.append(f"{indent}const {ctype}* const {a.role}_row = readable({at}, size, full, {a.role}_buffer);")
+            apart = f"gathered({a.role}_seq, parts, t, begin, size, {a.role}_buffer)"
+            lines.append(f"{indent}const {ctype}* const {a.role}_row = apart ? {apart} : readable({at}, size, full, {a.role}_buffer);")
         else:
             lines.append(f"{indent}{ctype}* const {a.role}_row = !full || large ? {a.role}_buffer : {at};")
     return lines
@@ -200,16 +227,17 @@ def _rows(plan: KernelPlan, indent: str, roles: Container[str] | None = None) ->
 
 def _blocks(indent: str, soon: Sequence[str], call: str, writes: Sequence[Array] = ()) -> list[str]:
     """Return the loop over the blocks of a row: prefetch, compute, flush what went to a buffer."""
+    sequences = [a.role for a in writes if a.kind == "sequence"]
     flushes = [
-        f"if (!full || large) flush({a.role}_seq + t * N + begin + b, {a.role}_row + b, up_to(m, size - b), large);"
-        for a in writes
-        if a.kind == "sequence"
+        f"if (!apart && (!full || large)) flush({r}_seq + t * N + begin + b, {r}_row + b, up_to(m, size - b), large);" for r in sequences
     ]
+    scatters = [f"{indent}if (apart) scatter({r}_seq, parts, t, begin, size, {r}_row);" for r in sequences]
     return [
         f"{indent}for (int64_t b = 0; b < n; b += BLOCK) {{",
         f"{indent}  const int64_t m = up_to(BLOCK, n - b);",
         *(f"{indent}  {line}" for line in [*soon, call, *flushes]),
         f"{indent}}}",
+        *scatters,
     ]
 
 
@@ -275,10 +303,8 @@ def _forward(plan: KernelPlan) -> list[str]:
     lines = [*step.text(), *_open(plan), "      for (int64_t t = 0; t < T; ++t) {"]
     for a in plan.writes:
         if a.kind == "checkpoint":
-            row, ctype = f"{a.role.to(Kind.STATE)}_row", ROW[a.compute]
-            lines.append(
-                f"        if (t % K == 0 && t > 0) std::memcpy({a.role}_seq + (t / K - 1) * N + begin, {row}, size * sizeof({ctype}));"
-            )
+            row = f"{a.role.to(Kind.STATE)}_row"
+            lines.append(f"        if (t % K == 0) store_checkpoint({row}, parts, t / K, K, begin, size, {a.role}_seq);")
     soon = [f"if (large && t + 1 < T) prefetch({a.role}_seq + (t + 1) * N + begin + b, m);" for a in plan.reads if a.kind == "sequence"]
     lines += [*_rows(plan, "        "), *_blocks("        ", soon, step.call(), plan.writes), "      }"]
     return [*lines, *_close(plan)]
@@ -301,11 +327,8 @@ def _backward(plan: KernelPlan) -> list[str]:
         "        const int64_t end = start + K < T ? start + K : T;",
     ]
     for a in states:
-        role, ctype = a.role.to(Kind.STATE), ROW[a.compute]
-        lines += [
-            f"        if (start > 0) std::memcpy({role}_row, {a.role}_seq + (start / K - 1) * N + begin, size * sizeof({ctype}));",
-            f"        else first_row({role}_first, begin, size, {role}_row);",
-        ]
+        role = a.role.to(Kind.STATE)
+        lines.append(f"        chunk_start({role}_first, {a.role}_seq, parts, start / K, K, begin, size, {role}_row);")
     indent = "          "
     if states:
         rows = _rows(plan, indent, advance.inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
@@ -56,7 +57,7 @@ Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state
 @unseen_by_dynamo
 def run_core(
     core: Callable, seen: CapturedValues, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], *,
-    backend: str, strict: bool, sequences: bool, num_outputs: int | None = None,
+    backend: str, strict: bool, sequences: bool, num_outputs: int | None = None, exact: bool = True,
 ) -> Results:  # fmt: skip
     """Run a call as calls of its kind before it, or check it, choose a backend, and compile it.
 
@@ -66,8 +67,8 @@ def run_core(
     captured = seen.tensors() if seen.any_tensors else {}
     tensors = (*inputs, *states, *params, *captured.values())
     counts = (len(inputs), len(states), len(params))
-    modes = call_modes()
-    kinds: Any = None if modes is None else [modes, counts, backend, sequences, num_outputs, _tied(captured) if len(captured) > 1 else ()]
+    modes, tied = call_modes(), _tied(captured) if len(captured) > 1 else ()
+    kinds: Any = None if modes is None else [modes, counts, backend, sequences, num_outputs, exact, tied]
     alive: list[Tensor | None] = []
     for t in tensors if modes is not None else ():  # a plain loop: every call comes here
         if t is None:
@@ -107,6 +108,8 @@ def run_core(
     if sig is None:
         check_backend(backend, core_name(core))
         sig = seen.signatures[counts] = make_signature(core, *counts)
+    if not exact:
+        sig = dataclasses.replace(sig, exact=False)
     asked = CoreCall(core, seen, sig, inputs, states, params, captured, num_outputs, backend, strict, sequences)
     with fork.undisturbed() if fork.disturbed() else contextlib.nullcontext():
         return _run_from_start(asked, key)

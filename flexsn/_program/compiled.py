@@ -22,9 +22,10 @@ from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues, lock
 from .._captured.side_effects import no_side_effects
 from .._ir.roles import Kind, Role, of_kind, roles
-from .._plan import plan
+from .._plan import parts_of_time, plan
 from .._runtime.backends import BACKENDS, Kernel, NoKernel
 from .._runtime.cpp_kernel import Later
+from .._runtime.parts_of_time import InParts
 from .._torch.tensors import is_symbolic
 from ..errors import CannotFuseError
 from .captured import Blueprint, draw
@@ -118,11 +119,15 @@ class Program:
 
     def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.KernelPlan:
         """Return the backward kernel for many steps."""
-        storage = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}
-        vjp = self.vjp.graph
-        storage |= {r: vjp.inputs[r].dtype for r in of_kind(vjp.inputs, Kind.PARAM)}
-        made = plan.plan_backward(vjp, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
+        storage = self._storage_of(inputs)
+        made = plan.plan_backward(self.vjp.graph, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
         return plan.with_parts(made, parts_of_one(self.vjp.params))
+
+    def _storage_of(self, inputs: Sequence[torch.dtype]) -> dict[Role, torch.dtype]:
+        """Return the dtypes in memory of what a backward reads and writes."""
+        vjp = self.vjp.graph
+        storage = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}
+        return storage | {r: vjp.inputs[r].dtype for r in of_kind(vjp.inputs, Kind.PARAM)}
 
     def for_steps(self, T: int, made: plan.KernelPlan) -> plan.KernelPlan:
         """Return the plan of a kernel for T steps."""
@@ -136,8 +141,27 @@ class Program:
             kernel = self.backend.load(made, source) if made.writes else NoKernel(made)
             if isinstance(kernel, Later):
                 return kernel
-            self._kernels[key] = kernel
+            self._kernels[key] = self._in_parts(kernel, *flags)
         return self._kernels[key]
+
+    def _in_parts(self, kernel: Kernel, inputs: Sequence[torch.dtype], *flags: Any) -> Kernel:
+        """Return the kernel that may walk parts of time side by side, where the backend and the step allow it: a backward, whose bits are
+        its own; and a forward that need not be exact."""
+        back, chunk = kernel.plan.direction == "backward", kernel.plan.chunk
+        if not self.backend.in_parts or not kernel.plan.writes or not (back or not self.sig.exact):
+            return kernel
+        if back:
+            wanted, cotangents = flags
+            storage, params = self._storage_of(inputs), self.vjp.params
+            plans = parts_of_time.backward_in_parts(self.vjp.graph, storage, chunk=chunk, wanted=wanted, cotangents=cotangents)
+        else:
+            checkpoint, sequences = flags
+            storage, params = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}, self.params
+            plans = parts_of_time.forward_in_parts(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
+        if plans is None:
+            return kernel
+        matrix, walk = (plan.with_parts(made, parts_of_one(params)) for made in plans)
+        return InParts(kernel, matrix, walk, lambda made: self.backend.load(made, self.backend.render(made)))
 
     def expect(self, T: int, direction: str, *flags: Any) -> None:
         """Start to build a kernel that `kernel` is asked for soon, where the backend can."""

@@ -52,6 +52,7 @@ def write(blueprint: Blueprint, *, vjp: bool) -> str:
         "core": sig.core,
         "counts": [sig.num_inputs, sig.num_states, sig.num_params],
         "names": list(sig.names),
+        **({} if sig.exact else {"exact": False}),
         "metas": [_meta(m) for m in blueprint.metas],
         "outputs": [_meta(m) for m in blueprint.outputs],
         "step": list(blueprint.step),
@@ -148,7 +149,7 @@ def _read(data: dict[str, Any], device: torch.device) -> Blueprint:
     if data["format"] != FORMAT:
         raise ProgramTextError(f"its format is version {data['format']}; this flexsn reads version {FORMAT}")
     inputs, states, params = data["counts"]
-    sig = Signature(data["core"], inputs, states, params, tuple(data["names"]))
+    sig = Signature(data["core"], inputs, states, params, tuple(data["names"]), data.get("exact", True))
     metas, outputs = [_read_meta(m) for m in data["metas"]], tuple(_read_meta(m) for m in data["outputs"])
     forward = LoweredStep(*_read_step(sig.core, data["forward"], device))
     vjp = None

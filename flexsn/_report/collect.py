@@ -54,6 +54,7 @@ from .model import Choice, Operand, Pass, Problem, SourceLine
 from .reports import NetworkReport, Report
 from .subject import Subject, machine_facts, of_segment, on_parts, source_of, subject_of
 from .vectors import vector_facts
+from .words import walk_words
 
 
 def explain(
@@ -299,12 +300,12 @@ def _describe_graphs(report: Report, subject: Subject, call: Call) -> None:
 
 
 def _pass(name: str, launch: Launch, call: Call) -> Pass:
-    made, kernel = launch.kernel.plan, launch.kernel
+    made, kernel = launch.kernel.plan, getattr(launch.kernel, "main", launch.kernel)
     compiled = isinstance(kernel, launch_cpp.Kernel)
     backward = made.advance.nodes if made.advance is not None else []
     counted = Counter(n.op for n in (*made.step.nodes, *backward))
     return Pass(
-        name=name, plan=str(made), chunk=made.chunk, bytes_read=made.bytes_per_step(made.reads),
+        name=name, plan=f"{made}{walk_words(made, launch, call)}", chunk=made.chunk, bytes_read=made.bytes_per_step(made.reads),
         bytes_written=made.bytes_per_step(made.writes), operations=dict(counted.most_common()), recomputed=len(backward),
         launch=_launch_facts(kernel, call), bytes_moved=_bytes_moved(made, call),
         source=_with_numbers(made, kernel.source, "//" if compiled else "#"), language="cpp" if compiled else "python",

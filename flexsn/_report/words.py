@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from .._ir.roles import Kind, of_kind
+from .._operator.call import Call
+from .._plan.parts_of_time import steps_of_part, why_in_order
+from .._plan.plan import KernelPlan
+from .._runtime import parts_of_time
+from .._runtime.launch import Launch
 from ..errors import as_shown
 
 
@@ -49,3 +55,15 @@ _FLAGS = {"streamed": "rows streamed past the cache", "loads_ahead": "loads one 
 def launch_words(launch: dict[str, Any]) -> str:
     told = [_TOLD[key].format(value) for key, value in launch.items() if key in _TOLD]
     return ", ".join(told + [text for key, text in _FLAGS.items() if launch.get(key)])
+
+
+def walk_words(made: KernelPlan, launch: Launch, call: Call) -> str:
+    """Return a line on how parts of time are walked, or why not, where the sizes of the call ask for it."""
+    program, back = call.program, made.direction == "backward"
+    asked = program.backend.in_parts and (back or not program.sig.exact)
+    if not asked or not parts_of_time.fit(call.T, call.shapes.numel):
+        return ""
+    if isinstance(launch.kernel, parts_of_time.InParts):
+        return f"\n  walks {call.T // steps_of_part(made.chunk)} parts of time side by side, of {steps_of_part(made.chunk)} steps each"
+    graph, kind = (program.vjp.graph, Kind.STATE_GRAD) if back else (program.graph, Kind.STATE)
+    return f"\n  walks one step after the other: {why_in_order(graph, of_kind(graph.outputs, kind))}"

@@ -71,21 +71,21 @@ class Kernel:
         self._step_bytes = sum(a.storage.itemsize for a in plan.arguments if a.kind == "sequence")
         self._tile = functools.lru_cache(functools.partial(tile_length, plan))
 
-    def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
-        """Return what runs it over T steps of N neurons.
-
-        Args:
-            present: of each of `plan.arguments`, whether it is there.
-
-        Returns:
-            `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param.
-        """
+    def bind(self, present: Sequence[bool], T: int, N: int, parts: int = 1) -> Callable[[list[Tensor], Sequence[int]], None]:
+        """As `backends.Kernel.bind`; `parts`: how many parts of time run side by side, each of T steps."""
         if not T * N:
             return lambda arrays, dims: None
+        if parts > 1:
+            function = _entry_point(self.path, self, "run_parts")
+            function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4 + [ctypes.c_int] * 2
+            sizes: tuple[int, ...] = (T, N, parts)
+        else:
+            function, sizes = self.run_pointer, (T, N)
         absent = [place for place, there in enumerate(present) if not there]
         pack_pointers = struct.Struct(f"={len(present)}Q").pack
         pack_dims = struct.Struct(f"={2 * sum(a.kind == 'param' for a in self.plan.arguments)}q").pack
-        fixed = self.cut(T, N) if T * N < 2 * _GRAIN else None  # too little for two threads, however many there are
+        M = N * parts
+        fixed = self.cut(T, M) if T * M < 2 * _GRAIN else None  # too little for two threads, however many there are
 
         def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
             pointers = list(map(data_ptr, arrays))
@@ -93,8 +93,19 @@ class Kernel:
                 addresses(arrays)  # raises for those that have elements
             for place in absent:
                 pointers.insert(place, 0)
-            if self.run_pointer(pack_pointers(*pointers), self.numbers, pack_dims(*dims), T, N, *(fixed or self.cut(T, N))):
+            if function(pack_pointers(*pointers), self.numbers, pack_dims(*dims), *sizes, *(fixed or self.cut(T, M))):
                 raise MemoryError("flexsn: no memory for the scratch rows of a tile")
+
+        return run
+
+    def carry(self) -> Callable[[Sequence[Tensor | None], int, int], None]:
+        """Return the function that passes on, of a plan with a matrix, what is carried from part to part: `carry(arrays, N, parts)`."""
+        function = _entry_point(self.path, self, "carry")
+        function.argtypes = [ctypes.c_void_p] + [ctypes.c_int64] * 2
+        function.restype = None
+
+        def run(arrays: Sequence[Tensor | None], N: int, parts: int) -> None:
+            function(struct.pack(f"={len(arrays)}Q", *[0 if a is None else data_ptr(a) for a in arrays]), N, parts)
 
         return run
 

@@ -22,10 +22,12 @@ Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # final states, state
 def uncompiled(
     core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], sequences: bool,
     num_outputs: int | None, backend: str = "torch", strict: bool = False,
+    exact: bool = True,
 ) -> Results:  # fmt: skip
     """Run the call as it runs outside of `torch.compile`."""
     seen = look(core) if owner is None else owner.captured_values()
-    return run_core(core, seen, inputs, states, params, backend=backend, strict=strict, sequences=sequences, num_outputs=num_outputs)
+    options = {"backend": backend, "strict": strict, "sequences": sequences, "num_outputs": num_outputs, "exact": exact}
+    return run_core(core, seen, inputs, states, params, **options)
 
 
 @outside_dynamo(
@@ -79,7 +81,7 @@ def compiled_loop(
 
 
 class CoreScan(HigherOrderOperator):
-    """`core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)`: what Dynamo sees of a call.
+    """`core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict, exact)`: what Dynamo sees of a call.
 
     In a graph it becomes `flexsn::scan`, or where no kernel expresses the core what `compiled_loop` does. Where Dynamo gives up on a
     core, it runs as it is. Returns outputs, final states and, if asked for, state sequences in one list; a string while Dynamo traces
@@ -101,15 +103,15 @@ dynamo.INLINED["flexsn_core_scan"] = compiled_loop
 
 def compile_core(
     core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], *, backend: str,
-    strict: bool, sequences: bool, num_outputs: int | None = None,
+    strict: bool, sequences: bool, num_outputs: int | None = None, exact: bool = True,
 ) -> Results:  # fmt: skip
     """Run a call that Dynamo traces; `owner` is the `FlexSN` that holds the captured tensors, if one does."""
     call = core, owner, inputs, states, params, sequences, num_outputs
     if not dynamo.ready():
-        return uncompiled_call(*call, backend, strict)
-    results = core_scan(*call, backend, strict)
+        return uncompiled_call(*call, backend, strict, exact)
+    results = core_scan(*call, backend, strict, exact)
     if results == dynamo.PARTS:
-        return uncompiled_parts(*call, backend, strict)
+        return uncompiled_parts(*call, backend, strict, exact)
     if isinstance(results, str):
         return uncompiled_loop(*call)
     n = len(states)

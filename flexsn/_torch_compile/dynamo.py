@@ -119,7 +119,7 @@ def _constant(variable: Any) -> Any:
 
 def _core_scan_variable(dynamo: Any) -> type:
     class CoreScanVariable(dynamo.TorchHigherOrderOperatorVariable):
-        """`core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict)`."""
+        """`core_scan(core, owner, inputs, states, params, sequences, num_outputs, backend, strict, exact)`."""
 
         _HOP_NAME = "flexsn.scan"
 
@@ -129,8 +129,8 @@ def _core_scan_variable(dynamo: Any) -> type:
             with dynamo.constants(specialize_float=True):  # numbers in a `partial` are constants of the kernel
                 args, _ = dynamo.LazyVariableTracker.realize_all((list(args), kwargs))
             core, owner, inputs, states, params, *flags = args
-            sequences, num_outputs, backend, strict = map(_constant, flags)
-            sig = _signature(dynamo, core, (len(inputs.items), len(states.items), len(params.items)))
+            sequences, num_outputs, backend, strict, exact = map(_constant, flags)
+            sig = _signature(dynamo, core, (len(inputs.items), len(states.items), len(params.items)), exact)
             try:
                 check_backend(backend, sig.core)
             except BackendError as error:
@@ -229,7 +229,7 @@ def _may_run_on_parts(tx: Any, error: FlexSNError, falls_back: bool, sig: Signat
 
 def _of_inner(dynamo: Any, tx: Any, args: Sequence[Any], misfit: ShapeMismatchError) -> Any:
     """Return what runs a call whose shapes broadcast but for an inner dim: a kernel between compiled parts, or PyTorch's own scan."""
-    *_, backend, strict = map(_constant, args[5:])
+    *_, backend, strict, _ = map(_constant, args[5:])
     if backend != "auto" or strict or _without_kernel(tx) == EAGER:
         return dynamo.VariableTracker.build(tx, PARTS)
     why = "has operands that do not broadcast, whose kernel runs between compiled parts: without gradients that would not pay"
@@ -389,7 +389,7 @@ def _follow(thing: Any, *names: str) -> Any:
     return thing
 
 
-def _signature(dynamo: Any, core: Any, counts: tuple[int, int, int]) -> Signature:
+def _signature(dynamo: Any, core: Any, counts: tuple[int, int, int], exact: bool) -> Signature:
     """With the names of the function behind Dynamo's variable, where there is one."""
     bound = 0
     while isinstance(inner := getattr(core, "func", None), dynamo.VariableTracker):  # a partial
@@ -397,4 +397,4 @@ def _signature(dynamo: Any, core: Any, counts: tuple[int, int, int]) -> Signatur
     fn = next((f for a in ("fn", "value") if callable(f := getattr(core, a, None))), None)
     names = [n for n in positional_names(fn)[0] if n != "self"][bound:] if fn else []
     names = [*names, *(f"operand{k}" for k in range(len(names), sum(counts)))][: sum(counts)]
-    return Signature(core_name(fn) if fn else "core", *counts, tuple(names))
+    return Signature(core_name(fn) if fn else "core", *counts, tuple(names), exact)

@@ -250,7 +250,7 @@ def with_chain(program: str, k: int, chain: Chain, ops: int, device: torch.devic
     if blueprint.vjp is not None:
         blueprint.vjp.statics.grads[sig.num_params : sig.num_params] = [None] * len(names)
     longer = Blueprint(
-        Signature(sig.core, sig.num_inputs, sig.num_states, sig.num_params + len(names), (*sig.names, *names)),
+        Signature(sig.core, sig.num_inputs, sig.num_states, sig.num_params + len(names), (*sig.names, *names), sig.exact),
         [*blueprint.metas, *chain.smaller], blueprint.outputs, step, blueprint.free_dims - set(fixed),
         blueprint.forward, blueprint.vjp, ops=ops,
     )  # fmt: skip

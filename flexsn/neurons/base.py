@@ -36,16 +36,16 @@ class Options(TypedDict, total=False):
     backend: str
     store_state_seqs: bool
     strict: bool
+    exact: bool
     stateful: Stateful
 
 
 class Neuron(FlexSN):
     """A neuron of the zoo: a `FlexSN` whose core is a function of this package with its constants filled in.
 
-    A subclass names its core, `class LIF(Neuron, core=lif, start=("v_leak",))`, and takes the constants of that core, by
-    its names and with its defaults. A number is an argument of the kernel; a tensor broadcasts to one step `[*shape]` as
-    PyTorch broadcasts, and is a parameter or a buffer of the module. All of them are attributes: `neuron.tau`,
-    `neuron.v_threshold = 0.5`.
+    A subclass names its core, `class LIF(Neuron, core=lif, start=("v_leak",))`, and takes the constants of that core, by its names and
+    with its defaults. A number is an argument of the kernel; a tensor broadcasts to one step `[*shape]` as PyTorch broadcasts, and is a
+    parameter or a buffer of the module. All of them are attributes: `neuron.tau`, `neuron.v_threshold = 0.5`.
 
     Args:
         learn: names of the arguments that are learned: each becomes an `nn.Parameter`, a scalar unless `per_channel`.
@@ -54,7 +54,7 @@ class Neuron(FlexSN):
         per_channel: number of channels `C`: what is learned, and every tensor given for an argument, is `[C]` and goes
             along dim 1 of a step, as in `nn.BatchNorm2d`: inputs are `[T, B, C, *]`, or `[T, C]`.
         initial_states: as that of `FlexSN`; by default every state starts where it rests (see the core).
-        step_mode, backend, store_state_seqs, strict, stateful: as those of `FlexSN`.
+        step_mode, backend, store_state_seqs, strict, exact, stateful: as those of `FlexSN`.
     """
 
     step: ClassVar[Callable[..., Any]]
@@ -87,7 +87,7 @@ class Neuron(FlexSN):
     def __init__(
         self, *args: Argument, learn: Sequence[str] = (), learn_tau: bool = False, bounds: Bounds | None = None,
         per_channel: int | None = None, initial_states: InitialStates | None = None, step_mode: str = "m", backend: str = "auto",
-        store_state_seqs: bool = False, strict: bool = False, stateful: Stateful = True, **kwargs: Argument,
+        store_state_seqs: bool = False, strict: bool = False, exact: bool = True, stateful: Stateful = True, **kwargs: Argument,
     ):  # fmt: skip
         cls = type(self)
         values = self._arguments(args, kwargs)
@@ -104,7 +104,7 @@ class Neuron(FlexSN):
         required = positional_names(cls.step)[1]
         super().__init__(
             functools.partial(step, **values), required - len(cls.start), len(cls.start), step_mode=step_mode, backend=backend,
-            store_state_seqs=store_state_seqs, strict=strict, stateful=stateful, initial_states=initial_states,
+            store_state_seqs=store_state_seqs, strict=strict, exact=exact, stateful=stateful, initial_states=initial_states,
         )  # fmt: skip
         self.per_channel = per_channel
         self._modules.update({n: v for n, v in values.items() if isinstance(v, nn.Module)})  # past `add_module`: properties have the names

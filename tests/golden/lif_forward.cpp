@@ -21,7 +21,7 @@ static inline void step(int64_t n, const float* __restrict x0_row, const float* 
   }
 }
 
-extern "C" int run(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {
+extern "C" int run_parts(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t count, int64_t tile, int threads, int large) {
   const float* const x0_seq = static_cast<const float*>(arrays[0]);
   const float* const p0_seq = static_cast<const float*>(arrays[1]);
   const float* const p1_seq = static_cast<const float*>(arrays[2]);
@@ -29,7 +29,10 @@ extern "C" int run(void* const* arrays, const double* numbers, const int64_t* di
   float* const v0_last = static_cast<float*>(arrays[4]);
   float* const c0_seq = static_cast<float*>(arrays[5]);
   float* const y0_seq = static_cast<float*>(arrays[6]);
-  huge_pages(y0_seq, T * N * sizeof(float));
+  const Parts parts{T, N, count};
+  const int64_t M = N * count;
+  const bool apart = count > 1;
+  huge_pages(y0_seq, T * M * sizeof(float));
   int failed = 0;
   parallel(threads, [=, &failed](int thread, int threads) {
     Scratch scratch(tile * 20 + 1216);
@@ -39,27 +42,31 @@ extern "C" int run(void* const* arrays, const double* numbers, const int64_t* di
     float* const p0_row = scratch.rows<float>(tile);
     float* const p1_row = scratch.rows<float>(tile);
     float* const v0_row = scratch.rows<float>(tile);
-    const Share share(N, tile, thread, threads);
+    const Share share(M, tile, thread, threads);
     for (int64_t begin = share.begin; begin < share.end; begin += tile) {
-      const int64_t size = N - begin < tile ? N - begin : tile, n = padded(size);
-      const bool full = n == size;  // else rows pass through padded buffers
+      const int64_t size = up_to(tile, M - begin), n = padded(size);
+      const bool full = n == size && !apart;  // else rows pass through padded buffers
       spread(p0_seq, dims[0], dims[1], begin, size, p0_row);
       spread(p1_seq, dims[2], dims[3], begin, size, p1_row);
       first_row(v0_first, begin, size, v0_row);
       for (int64_t t = 0; t < T; ++t) {
-        if (t % K == 0 && t > 0) std::memcpy(c0_seq + (t / K - 1) * N + begin, v0_row, size * sizeof(float));
-        const float* const x0_row = readable(x0_seq + t * N + begin, size, full, x0_buffer);
+        if (t % K == 0) store_checkpoint(v0_row, parts, t / K, K, begin, size, c0_seq);
+        const float* const x0_row = apart ? gathered(x0_seq, parts, t, begin, size, x0_buffer) : readable(x0_seq + t * N + begin, size, full, x0_buffer);
         float* const y0_row = !full || large ? y0_buffer : y0_seq + t * N + begin;
         for (int64_t b = 0; b < n; b += BLOCK) {
           const int64_t m = up_to(BLOCK, n - b);
           if (large && t + 1 < T) prefetch(x0_seq + (t + 1) * N + begin + b, m);
           step(m, x0_row + b, p0_row + b, p1_row + b, v0_row + b, y0_row + b);
-          if (!full || large) flush(y0_seq + t * N + begin + b, y0_row + b, up_to(m, size - b), large);
+          if (!apart && (!full || large)) flush(y0_seq + t * N + begin + b, y0_row + b, up_to(m, size - b), large);
         }
+        if (apart) scatter(y0_seq, parts, t, begin, size, y0_row);
       }
       last_row(v0_row, begin, size, v0_last);
     }
     if (large) fence();
   });
   return failed;
+}
+extern "C" int run(void* const* arrays, const double* numbers, const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large) {
+  return run_parts(arrays, numbers, dims, T, N, 1, tile, threads, large);
 }

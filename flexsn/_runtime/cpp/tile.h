@@ -69,6 +69,46 @@ template <class T> inline const T* readable(const T* row, int64_t n, bool full, 
   return buffer;
 }
 
+// What is no vector loop of ops is compiled once: inlined for each of many states, it took most of the build.
+#define ONCE __attribute__((noinline)) inline
+
+// How neurons of a row lie in sequences: side by side, or those of parts of time after one another, each of T steps of N neurons.
+struct Parts {
+  int64_t T, N, count;
+  template <class Visit> void runs(int64_t t, int64_t begin, int64_t n, Visit&& visit) const {  // of neurons that lie side by side
+    int64_t part = begin / N, first = begin % N;
+    for (int64_t i = 0; i < n; ++part, first = 0) {
+      const int64_t run = up_to(N - first, n - i);
+      visit((part * T + t) * N + first, i, run);
+      i += run;
+    }
+  }
+};
+// Copy the neurons of a row from where they lie to `buffer`, or back.
+template <bool back, int64_t size, class T, class Row> inline void copy_parts(T* sequence, int64_t stride, int64_t n, Row* buffer) {
+  for (int64_t i = 0; i < n; i += size, sequence += stride) {
+    if (back) std::memcpy(const_cast<std::remove_const_t<T>*>(sequence), buffer + i, size * sizeof(T));
+    else std::memcpy(const_cast<std::remove_const_t<Row>*>(buffer) + i, sequence, size * sizeof(T));
+  }
+}
+template <bool back, class T, class Row> ONCE void copy_row(T* sequence, const Parts& parts, int64_t t, int64_t begin, int64_t n, Row* buffer) {
+  T* const first = sequence + (begin / parts.N * parts.T + t) * parts.N;
+  const int64_t stride = parts.T * parts.N;
+  if (parts.N == 1) return copy_parts<back, 1>(first, stride, n, buffer);
+  if (parts.N == 2 && n % 2 == 0) return copy_parts<back, 2>(first, stride, n, buffer);
+  if (parts.N == 4 && n % 4 == 0) return copy_parts<back, 4>(first, stride, n, buffer);
+  parts.runs(t, begin, n, [=](int64_t at, int64_t i, int64_t run) {
+    for (int64_t j = 0; j < run; ++j) copy_parts<back, 1>(sequence + at + j, 0, 1, buffer + i + j);
+  });
+}
+template <class T> inline const T* gathered(const T* sequence, const Parts& parts, int64_t t, int64_t begin, int64_t n, T* buffer) {
+  copy_row<false>(sequence, parts, t, begin, n, buffer);
+  return buffer;
+}
+template <class T> inline void scatter(T* sequence, const Parts& parts, int64_t t, int64_t begin, int64_t n, const T* buffer) {
+  copy_row<true>(sequence, parts, t, begin, n, buffer);
+}
+
 // Write a finished row from its buffer; `streamed` past the caches, for arrays that are larger than these.
 template <class T> inline void flush(T* row, const T* buffer, int64_t n, bool streamed) {
 #if defined(__AVX512F__) && defined(__GNUC__)
@@ -116,9 +156,6 @@ inline void huge_pages(void* data, int64_t bytes) {
 #endif
 }
 
-// What runs once per tile and array is compiled once: inlined for each of many states, it took most of the build.
-#define ONCE __attribute__((noinline)) inline
-
 // A param broadcasts by index: element i of the step is element (i / inner) % count of the param.
 template <class To, class T>
 ONCE void spread(const T* param, int64_t inner, int64_t count, int64_t begin, int64_t n, To* row) {
@@ -142,6 +179,47 @@ ONCE void spread(const T* param, int64_t inner, int64_t count, int64_t begin, in
 template <class To, class T> ONCE void first_row(const T* given, int64_t begin, int64_t n, To* row) {
   for (int64_t i = 0; i < n; ++i) row[i] = given ? load<To>(given[begin + i]) : To(0);
 }
+// The states at the start of a chunk: a checkpoint, or of the first chunk what is given, or zero.
+template <class To, class T>
+ONCE void chunk_start(const T* given, const To* checkpoints, const Parts& parts, int64_t chunk, int64_t K, int64_t begin, int64_t n, To* row) {
+  parts.runs(0, begin, n, [=](int64_t at, int64_t i, int64_t run) {
+    const int64_t steps = at / parts.N + chunk * K, first = at % parts.N;
+    if (steps == 0) return first_row(given, first, run, row + i);
+    std::memcpy(row + i, checkpoints + (steps / K - 1) * parts.N + first, run * sizeof(To));
+  });
+}
+template <class T>
+ONCE void store_checkpoint(const T* row, const Parts& parts, int64_t chunk, int64_t K, int64_t begin, int64_t n, T* checkpoints) {
+  parts.runs(0, begin, n, [=](int64_t at, int64_t i, int64_t run) {
+    const int64_t steps = at / parts.N + chunk * K, first = at % parts.N;
+    if (steps > 0) std::memcpy(checkpoints + (steps / K - 1) * parts.N + first, row + i, run * sizeof(T));
+  });
+}
+// What passes from part to part of time: `arrays` holds b of every part, the entries of A, and what comes in at the first part, or null.
+template <class T, int states> struct Carried {
+  T* const* arrays;
+  explicit Carried(void* const* all) : arrays(reinterpret_cast<T* const*>(all)) {}
+  struct Values {
+    T of[states];
+  };
+  Values first(int64_t neuron, int entries) const {
+    Values now;
+    for (int k = 0; k < states; ++k) now.of[k] = arrays[states + entries + k] ? arrays[states + entries + k][neuron] : T(0);
+    return now;
+  }
+  template <int count> Values next(const Values& now, int64_t at, const int (&entries)[count][2]) const {
+    Values after;
+    for (int k = 0; k < states; ++k) {
+      after.of[k] = arrays[k][at];
+      arrays[k][at] = now.of[k];
+    }
+    for (int e = 0; e < count; ++e) {
+      const T in = now.of[entries[e][1]];
+      if (in != T(0)) after.of[entries[e][0]] += arrays[states + e][at] * in;  // nothing gives nothing, whatever A has grown to
+    }
+    return after;
+  }
+};
 template <class To, class T> ONCE void last_row(const T* row, int64_t begin, int64_t n, To* out) {
   for (int64_t i = 0; i < n; ++i) out[begin + i] = store<To>(row[i]);
 }

@@ -1,0 +1,258 @@
+"""Few neurons over many steps: parts of time side by side give what one walk gives, up to rounding."""
+
+import contextlib
+
+import pytest
+import torch
+
+import flexsn
+from flexsn._runtime import parts_of_time
+
+STEPS = 2401  # whole parts, and a rest of one step
+
+
+@contextlib.contextmanager
+def one_after_the_other():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """The numbers of parts that have run."""
+    found = []
+    call = parts_of_time._Backward.__call__
+
+    def noted(self, arrays, dims):
+        found.append(self.parts)
+        call(self, arrays, dims)
+
+    monkeypatch.setattr(parts_of_time._Backward, "__call__", noted)
+    return found
+
+
+def lif(x, v):
+    h = v + (x - v) / 2.0
+    s = flexsn.surrogate.sigmoid(h - 1.0, 4.0)
+    return s, h * (1.0 - s)
+
+
+def learned(x, v, tau, theta):
+    h = v + (x - v) * torch.sigmoid(tau)
+    s = flexsn.surrogate.atan(h - theta)
+    return s, h - s * theta
+
+
+def adaptive(x, v, a):
+    v = v * 0.9 + x * 0.3
+    s = flexsn.surrogate.erf(v - 1.0 - 0.2 * a)
+    return s, v * (1.0 - s), a * 0.95 + s + 0.01 * v
+
+
+def rotation(x, u, v):
+    u, v = 0.98 * (u * 0.9 - v * 0.4) + x, 0.98 * (u * 0.4 + v * 0.9)
+    return torch.where(u > 0, u, 0.1 * u) + v, u, v
+
+
+def chain(x, a, b, c, d):
+    a = a * 0.9 + x
+    b = b * 0.8 + a
+    c = torch.tanh(c) * 0.5 + b
+    d = d * 0.7 - c * a
+    return d, a, b, c, d
+
+
+CORES = {
+    "lif": (lif, 1, []), "learned": (learned, 1, [torch.tensor(0.3), torch.tensor(0.7)]), "adaptive": (adaptive, 2, []),
+    "rotation": (rotation, 2, []), "chain": (chain, 4, []),
+}  # fmt: skip
+
+
+def gradients(core, x, states, params, dtype, sequences=False, only_first_steps=False):
+    x = x.to(dtype).requires_grad_()
+    states = [v.to(dtype).requires_grad_() for v in states]
+    params = [p.clone().to(dtype).requires_grad_() for p in params]
+    found = flexsn.scan(core, (x,), tuple(states), params=tuple(params), store_state_seqs=sequences)
+    results = [*found.outputs, *found.states]
+    if only_first_steps:
+        results = [r[:100] for r in found.outputs]
+    generator = torch.Generator().manual_seed(1)
+    return torch.autograd.grad(results, [x, *states, *params], [torch.randn(r.shape, generator=generator).to(r.dtype) for r in results])
+
+
+@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize("step", [(1,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("sequences", [False, True])
+def test_gradients(walks, name, step, sequences):
+    core, states, params = CORES[name]
+    torch.manual_seed(0)
+    x, states = torch.randn(STEPS, *step) + 0.8, [torch.rand(step) for _ in range(states)]
+    found = gradients(core, x, states, params, torch.float64, sequences)
+    assert walks, "it ran one step after the other"
+    with one_after_the_other():
+        walks.clear()
+        expected = gradients(core, x, states, params, torch.float64, sequences)
+        assert not walks
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["learned", "rotation"])
+def test_gradients_in_float32(name):
+    core, states, params = CORES[name]
+    torch.manual_seed(0)
+    x, states = torch.randn(STEPS, 4) + 0.8, [torch.rand(4) for _ in range(states)]
+    found = gradients(core, x, states, params, torch.float32)
+    for a, b in zip(found, gradients(core, x, states, params, torch.float64), strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+def test_states_in_16_bits_pass_from_part_to_part_in_float32(walks):
+    """Borders keep what a walk without them keeps in its registers."""
+    torch.manual_seed(0)
+    x, states = torch.randn(STEPS, 4).to(torch.bfloat16) + 0.8, [torch.rand(4).to(torch.bfloat16) for _ in range(2)]
+    found = gradients(rotation, x, states, [], torch.bfloat16)
+    assert walks
+    with one_after_the_other():
+        for a, b in zip(found, gradients(rotation, x, states, [], torch.bfloat16), strict=True):
+            assert (a != b).float().mean() < 1e-3, "more than roundings of a few elements"
+
+
+def test_the_choice_and_the_bits_do_not_depend_on_threads(walks):
+    torch.manual_seed(0)
+    x, params = torch.randn(20_001, 3) + 0.8, CORES["learned"][2]
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(gradients(learned, x, [torch.zeros(3)], params, torch.float32))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(walks) == 2 and all(map(torch.equal, *found))
+
+
+def test_a_loss_on_the_first_steps_alone_of_states_that_grow(walks):
+    """`A` overflows in later parts, and nothing times it is nothing."""
+
+    def grows(x, v):
+        v = v * 1.5 + x
+        return v, v
+
+    x = torch.zeros(STEPS, 2)
+    found = gradients(grows, x, [torch.zeros(2)], [], torch.float32, only_first_steps=True)
+    assert walks
+    with one_after_the_other():
+        for a, b in zip(found, gradients(grows, x, [torch.zeros(2)], [], torch.float32, only_first_steps=True), strict=True):
+            assert b.isfinite().all() and not a[200:].any()
+            torch.testing.assert_close(a, b)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(h):
+        return (h > 0).to(h.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-0.1, 0.1)
+
+
+def clipped(x, v):
+    h = v * 0.5 + x
+    s = Clipped.apply(h - 1.0)
+    return s, h - s
+
+
+def five(x, *v):
+    return sum(v), *[0.5 * u + x for u in v]
+
+
+@pytest.mark.parametrize("core, states, steps, step", [(clipped, 1, STEPS, 2), (five, 5, STEPS, 2), (lif, 1, 1000, 2), (lif, 1, STEPS, 5)])
+def test_what_runs_one_step_after_the_other(walks, core, states, steps, step):
+    """A backward that is not affine in cotangents, many states, few steps, many neurons."""
+    gradients(core, torch.randn(steps, step), [torch.zeros(step)] * states, [], torch.float32)
+    assert not walks
+
+
+def leaky(x, v, k):
+    v = v + (x - v) * k
+    return torch.tanh(v), v
+
+
+def state_space(x, u, v):
+    u, v = 0.99 * (u * 0.8 - v * 0.6) + x, 0.99 * (u * 0.6 + v * 0.8)
+    return (u > 1).to(x.dtype), u, v
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    found = []
+    call = parts_of_time._Forward.__call__
+    monkeypatch.setattr(parts_of_time._Forward, "__call__", lambda self, *given: found.append(self.parts) or call(self, *given))
+    return found
+
+
+AFFINE = {"leaky": (leaky, 1, [torch.tensor([0.05])]), "state space": (state_space, 2, [])}
+
+
+@pytest.mark.parametrize("name", AFFINE)
+@pytest.mark.parametrize("steps", [2401, 2880])
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_affine_states(forwards, name, steps, sequences, given):
+    core, states, params = AFFINE[name]
+    torch.manual_seed(0)
+    x = torch.randn(steps, 3, dtype=torch.float64)
+    params = [p.double().requires_grad_() for p in params]
+    first = [torch.rand(3, dtype=torch.float64) if given else None for _ in range(states)]
+    results = []
+    for exact in (True, False):
+        assert not forwards
+        leaf = x.clone().requires_grad_()
+        found = flexsn.scan(core, (leaf,), tuple(first), tuple(params), exact=exact, store_state_seqs=sequences)
+        flat = [*found.outputs, *found.states]
+        with torch.no_grad():
+            alone = flexsn.scan(core, (leaf,), tuple(first), tuple(params), exact=exact, store_state_seqs=sequences)
+        grads = torch.autograd.grad(
+            [y for y in flat if y.requires_grad], [leaf, *params], [torch.ones_like(y) for y in flat if y.requires_grad]
+        )
+        results.append([*flat, *grads, *alone.outputs, *alone.states])
+    assert len(forwards) == 2
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("core", [lif, clipped])
+def test_a_core_that_is_not_affine_runs_as_it_does(forwards, core):
+    """Also where its backward is that of an affine one: the choice is made on the forward."""
+    x = torch.randn(STEPS, 2)
+    a, b = (flexsn.scan(core, (x,), (None,), exact=exact) for exact in (True, False))
+    assert not forwards and all(map(torch.equal, [*a.outputs, *a.states], [*b.outputs, *b.states]))
+
+
+def test_explain_says_how_time_is_walked():
+    torch.manual_seed(0)
+    x = torch.randn(STEPS, 2, requires_grad=True)
+    said = str(flexsn.explain(lif, x, states=(None,)))
+    assert said.count("walks 10 parts of time side by side, of 240 steps each") == 1  # the backward; its forward is exact
+    assert "walks one step after the other: `" in str(flexsn.explain(clipped, x, states=(None,)))
+    assert "side by side" not in str(flexsn.explain(lif, x[:100], states=(None,)))
+
+
+def test_modules_and_compiled_calls_take_it(forwards):
+    neuron = flexsn.LeakyIntegrator(tau=20.0, exact=False)
+    x = torch.randn(STEPS, 2)
+    with torch.no_grad():
+        expected = neuron(x)
+        assert len(forwards) == 1
+        neuron.reset()
+        torch.testing.assert_close(torch.compile(neuron, fullgraph=True, backend="aot_eager")(x), expected)
+    assert len(forwards) == 2
