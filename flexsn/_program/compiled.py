@@ -139,9 +139,10 @@ class Program:
         if key not in self._kernels:
             source = self._expected.pop(key, None) or self.backend.render(made)
             kernel = self.backend.load(made, source) if made.writes else NoKernel(made)
+            in_parts = self._in_parts(kernel, *flags)
             if isinstance(kernel, Later):
-                return kernel
-            self._kernels[key] = self._in_parts(kernel, *flags)
+                return in_parts
+            self._kernels[key] = in_parts
         return self._kernels[key]
 
     def _in_parts(self, kernel: Kernel, inputs: Sequence[torch.dtype], *flags: Any) -> Kernel:

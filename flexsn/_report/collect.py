@@ -300,7 +300,7 @@ def _describe_graphs(report: Report, subject: Subject, call: Call) -> None:
 
 
 def _pass(name: str, launch: Launch, call: Call) -> Pass:
-    made, kernel = launch.kernel.plan, getattr(launch.kernel, "main", launch.kernel)
+    made, kernel = launch.kernel.plan, launch.kernel
     compiled = isinstance(kernel, launch_cpp.Kernel)
     backward = made.advance.nodes if made.advance is not None else []
     counted = Counter(n.op for n in (*made.step.nodes, *backward))

@@ -63,7 +63,7 @@ def walk_words(made: KernelPlan, launch: Launch, call: Call) -> str:
     asked = program.backend.in_parts and (back or not program.sig.exact)
     if not asked or not parts_of_time.fit(call.T, call.shapes.numel):
         return ""
-    if isinstance(launch.kernel, parts_of_time.InParts):
+    if launch.in_parts:
         return f"\n  walks {call.T // steps_of_part(made.chunk)} parts of time side by side, of {steps_of_part(made.chunk)} steps each"
     graph, kind = (program.vjp.graph, Kind.STATE_GRAD) if back else (program.graph, Kind.STATE)
     return f"\n  walks one step after the other: {why_in_order(graph, of_kind(graph.outputs, kind))}"

@@ -44,7 +44,10 @@ class InParts:
         if not fit(T, N):
             return plain
         walk = _Forward if self.main.plan.direction == "forward" else _Backward
-        in_parts = walk(self.main.plan, self._load(self._matrix), self._load(self._walk), present, T, N)
+        matrix, kernel = self._load(self._matrix), self._load(self._walk)
+        if not hasattr(kernel, "carry"):  # it is noted, to be built ahead
+            return plain
+        in_parts = walk(self.main.plan, matrix, kernel, present, T, N)
 
         def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
             (plain if torch.are_deterministic_algorithms_enabled() else in_parts)(arrays, dims)
@@ -108,8 +111,8 @@ class _Walk:
     def passed(self, given: Arrays, first: Arrays, dims: Sequence[int]) -> dict[Role, Tensor]:
         """Return what is carried into every part."""
         length = self.parts * self.N
-        ones = torch.ones(length, dtype=self.dtype)
-        found = {role: torch.empty(length, dtype=self.dtype) for role in (*self.carried, *self._entries)}
+        ones = torch.ones(length, dtype=self.dtype, device="cpu")
+        found = {role: torch.empty(length, dtype=self.dtype, device="cpu") for role in (*self.carried, *self._entries)}
         sizes = [n for k, role in enumerate(self.params) if role in self._matrix_reads for n in dims[2 * k : 2 * k + 2]]
         self._matrix([ones if role in self._ones else given[role] for role in self._matrix_reads] + [*found.values()], sizes)
         self._carry([*found.values(), *[first.get(role) for role in self.carried]], self.N, self.parts)
@@ -129,7 +132,7 @@ class _Walk:
         return rows
 
     def _rows(self, length: int) -> dict[Role, Tensor]:
-        return {a.role: torch.empty(length, dtype=a.storage) for a in self.writes if a.kind == "row"}
+        return {a.role: torch.empty(length, dtype=a.storage, device="cpu") for a in self.writes if a.kind == "row"}
 
     def _arrays(self, given: Arrays, out: Arrays) -> list[Tensor]:
         return [given[a.role] for a in self.reads if a.role in given] + [out[a.role] for a in self.writes if a.role in out]

@@ -7,6 +7,7 @@ import torch
 
 import flexsn
 from flexsn._runtime import parts_of_time
+from flexsn._runtime.cpp_kernel import collected
 
 STEPS = 2401  # whole parts, and a rest of one step
 
@@ -230,12 +231,44 @@ def test_affine_states(forwards, name, steps, sequences, given):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("core", [lif, clipped])
+def squares(x, v):
+    v = 0.1 * v * v + x
+    return v, v
+
+
+def divides(x, v):
+    v = x / (v + 3.0)
+    return v, v
+
+
+def chooses(x, v):
+    v = torch.where(v > 0, 0.5 * v, 0.25 * v) + x
+    return v, v
+
+
+@pytest.mark.parametrize("core", [lif, clipped, squares, divides, chooses])
 def test_a_core_that_is_not_affine_runs_as_it_does(forwards, core):
     """Also where its backward is that of an affine one: the choice is made on the forward."""
-    x = torch.randn(STEPS, 2)
+    x = torch.randn(STEPS, 2).tanh()
     a, b = (flexsn.scan(core, (x,), (None,), exact=exact) for exact in (True, False))
     assert not forwards and all(map(torch.equal, [*a.outputs, *a.states], [*b.outputs, *b.states]))
+
+
+def test_what_is_built_ahead(walks):
+    x = torch.randn(STEPS, 2)
+    with collected() as found:
+        gradients(lambda x, v: lif(x, v), x, [torch.zeros(2)], [], torch.float32)
+    assert not walks and sum(bool(plan.matrix) for plan, _ in found.values()) == 1
+
+
+@pytest.mark.parametrize("around", [lambda: torch.device("meta"), torch.inference_mode, lambda: torch.autocast("cpu")])
+def test_contexts_around_a_call_change_nothing(forwards, around):
+    x = torch.randn(STEPS, 2)
+    expected = flexsn.scan(leaky, (x,), (None,), (torch.tensor(0.05),), exact=False).outputs[0]
+    k = torch.tensor(0.05)
+    with around():
+        found = flexsn.scan(leaky, (x,), (None,), (k,), exact=False).outputs[0]
+    assert len(forwards) == 2 and torch.equal(found, expected)
 
 
 def test_explain_says_how_time_is_walked():
