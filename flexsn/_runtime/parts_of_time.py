@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Where a vector of neurons is nearly empty, and there is time for parts to fill it. The choice depends on sizes alone, never on the
 # number of threads: so do the bits of gradients.
-MOST_NEURONS, LEAST_STEPS = 4, 2048
+MOST_NEURONS, LEAST_STEPS = 4, 8192
 
 
 def fit(T: int, N: int) -> bool:

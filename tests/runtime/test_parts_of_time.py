@@ -21,6 +21,11 @@ def one_after_the_other():
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def fewer_steps(monkeypatch):
+    monkeypatch.setattr(parts_of_time, "LEAST_STEPS", 2048)
+
+
 @pytest.fixture
 def walks(monkeypatch):
     """The numbers of parts that have run."""
