@@ -130,7 +130,7 @@ def _compiled(
     if inputs[0].shape[0] == 0:
         return empty_results(core_fn, inputs, states, lifted, num_outputs, output_template_specs, "sequence")
     call = core_fn, None, tuple(inputs), tuple(states), tuple(lifted), True, num_outputs
-    results = core_scan(*call, "auto", False)
+    results = core_scan(*call, "auto", False, True)
     if isinstance(results, str):
         _, trail, outputs = uncompiled_loop(*call)
         return (*outputs, *trail)
