@@ -131,8 +131,10 @@ def _open(plan: KernelPlan) -> list[str]:
         const = "const " if i < len(plan.reads) else ""
         ctype = const + STORAGE[a.storage]
         lines.append(f"  {ctype}* const {_pointer(a, i < len(plan.reads))} = static_cast<{ctype}*>(arrays[{i}]);")
-    lines += ["  const Parts parts{T, N, count};", "  const int64_t M = N * count;", "  const bool apart = count > 1;"]
-    lines += [f"  huge_pages({a.role}_seq, T * M * sizeof({STORAGE[a.storage]}));" for a in plan.writes if a.kind == "sequence"]
+    lines.append("  const Parts parts{T, N, count};  // of time; one as a rule")
+    lines += [
+        f"  huge_pages({a.role}_seq, T * parts.neurons() * sizeof({STORAGE[a.storage]}));" for a in plan.writes if a.kind == "sequence"
+    ]
     lines += [
         "  int failed = 0;",
         "  parallel(threads, [=, &failed](int thread, int threads) {",
@@ -144,10 +146,10 @@ def _open(plan: KernelPlan) -> list[str]:
     for name, ctype, count in _scratch_rows(plan):
         lines.append(f"    {ctype}* const {name} = scratch.rows<{ctype}>({count});")
     lines += [
-        "    const Share share(M, tile, thread, threads);",
+        "    const Share share(parts.neurons(), tile, thread, threads);",
         "    for (int64_t begin = share.begin; begin < share.end; begin += tile) {",
-        "      const int64_t size = up_to(tile, M - begin), n = padded(size);",
-        "      const bool full = n == size && !apart;  // else rows pass through padded buffers",
+        "      const int64_t size = up_to(tile, parts.neurons() - begin), n = padded(size);",
+        "      const bool full = n == size && count == 1;  // else rows pass through padded buffers",
     ]
     params = [a for a in plan.reads if a.kind == "param"]
     lines += [f"      spread({a.role}_seq, dims[{2 * i}], dims[{2 * i + 1}], begin, size, {a.role}_row);" for i, a in enumerate(params)]
@@ -216,28 +218,28 @@ def _rows(plan: KernelPlan, indent: str, roles: Container[str] | None = None) ->
     for i, a in enumerate(plan.arguments):
         if a.kind != "sequence" or (roles is not None and a.role not in roles):
             continue
-        ctype, at = STORAGE[a.storage], f"{a.role}_seq + t * N + begin"
+        ctype = STORAGE[a.storage]
         if i < len(plan.reads):
-            apart = f"gathered({a.role}_seq, parts, t, begin, size, {a.role}_buffer)"
-            lines.append(f"{indent}const {ctype}* const {a.role}_row = apart ? {apart} : readable({at}, size, full, {a.role}_buffer);")
+            lines.append(
+                f"{indent}const {ctype}* const {a.role}_row = parts.readable({a.role}_seq, t, begin, size, full, {a.role}_buffer);"
+            )
         else:
-            lines.append(f"{indent}{ctype}* const {a.role}_row = !full || large ? {a.role}_buffer : {at};")
+            lines.append(f"{indent}{ctype}* const {a.role}_row = !full || large ? {a.role}_buffer : {a.role}_seq + t * N + begin;")
     return lines
 
 
 def _blocks(indent: str, soon: Sequence[str], call: str, writes: Sequence[Array] = ()) -> list[str]:
     """Return the loop over the blocks of a row: prefetch, compute, flush what went to a buffer."""
-    sequences = [a.role for a in writes if a.kind == "sequence"]
     flushes = [
-        f"if (!apart && (!full || large)) flush({r}_seq + t * N + begin + b, {r}_row + b, up_to(m, size - b), large);" for r in sequences
+        f"if (!full || large) parts.flush({a.role}_seq, t, begin + b, {a.role}_row + b, up_to(m, size - b), large);"
+        for a in writes
+        if a.kind == "sequence"
     ]
-    scatters = [f"{indent}if (apart) scatter({r}_seq, parts, t, begin, size, {r}_row);" for r in sequences]
     return [
         f"{indent}for (int64_t b = 0; b < n; b += BLOCK) {{",
         f"{indent}  const int64_t m = up_to(BLOCK, n - b);",
         *(f"{indent}  {line}" for line in [*soon, call, *flushes]),
         f"{indent}}}",
-        *scatters,
     ]
 
 

@@ -138,7 +138,7 @@ def _run_from_start(asked: CoreCall, key: tuple | None) -> Results:
 
 def _again(asked: CoreCall, starts: DefaultStates) -> Results:
     """Run a call whose default states start elsewhere."""
-    options = {"strict": asked.strict, "sequences": asked.sequences, "num_outputs": asked.num_outputs}
+    options = {"strict": asked.strict, "sequences": asked.sequences, "num_outputs": asked.num_outputs, "exact": asked.sig.exact}
     states = starts.filled(asked.inputs, asked.states)
     return run_core(asked.core, asked.seen, tuple(asked.inputs), states, tuple(asked.params), backend=asked.backend, **options)
 
@@ -256,7 +256,7 @@ def _run_over_parts(asked: CoreCall, look: CapturedValues) -> Results:
     layout: PartsLayout = look.wrap
     parts = layout.split(inputs, states)
     look.signatures[len(parts[0]), len(parts[1]), len(params)] = layout.signature
-    options = {"backend": asked.backend, "sequences": asked.sequences, "num_outputs": layout.num_outputs}
+    options = {"backend": asked.backend, "sequences": asked.sequences, "num_outputs": layout.num_outputs, "exact": asked.sig.exact}
     finals, trail, outputs = run_core(core, look, *parts, params, strict=True, **options)
     return layout.states(finals), layout.states(trail) if asked.sequences else [], layout.outputs(outputs)
 

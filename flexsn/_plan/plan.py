@@ -71,7 +71,7 @@ class KernelPlan:
         carried: rows that live from step to step: states, cotangents of states, sums.
         chunk: steps from checkpoint to checkpoint.
         longest: the chunk of the kernel for any number of steps, if this one is for few.
-        matrix: of a kernel over parts of time (`parts_of_time.py`), the entries of the matrix that it carries: row and column.
+        matrix: of a kernel over parts of time (`parallel_time.py`), the entries of the matrix that it carries: row and column.
         numbers: whether constants of the core are arguments of the kernel, which serves others then; else they are part of its text.
     """
 

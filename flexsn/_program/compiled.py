@@ -22,10 +22,10 @@ from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues, lock
 from .._captured.side_effects import no_side_effects
 from .._ir.roles import Kind, Role, of_kind, roles
-from .._plan import parts_of_time, plan
+from .._plan import parallel_time, plan
 from .._runtime.backends import BACKENDS, Kernel, NoKernel
 from .._runtime.cpp_kernel import Later
-from .._runtime.parts_of_time import InParts
+from .._runtime.parallel_time import ParallelInTime
 from .._torch.tensors import is_symbolic
 from ..errors import CannotFuseError
 from .captured import Blueprint, draw
@@ -139,30 +139,30 @@ class Program:
         if key not in self._kernels:
             source = self._expected.pop(key, None) or self.backend.render(made)
             kernel = self.backend.load(made, source) if made.writes else NoKernel(made)
-            in_parts = self._in_parts(kernel, *flags)
+            serving = self._parallel_in_time(kernel, *flags)
             if isinstance(kernel, Later):
-                return in_parts
-            self._kernels[key] = in_parts
+                return serving
+            self._kernels[key] = serving
         return self._kernels[key]
 
-    def _in_parts(self, kernel: Kernel, inputs: Sequence[torch.dtype], *flags: Any) -> Kernel:
+    def _parallel_in_time(self, kernel: Kernel, inputs: Sequence[torch.dtype], *flags: Any) -> Kernel:
         """Return the kernel that may walk parts of time side by side, where the backend and the step allow it: a backward, whose bits are
         its own; and a forward that need not be exact."""
         back, chunk = kernel.plan.direction == "backward", kernel.plan.chunk
-        if not self.backend.in_parts or not kernel.plan.writes or not (back or not self.sig.exact):
+        if not self.backend.parallel_in_time or not kernel.plan.writes or not (back or not self.sig.exact):
             return kernel
         if back:
             wanted, cotangents = flags
             storage, params = self._storage_of(inputs), self.vjp.params
-            plans = parts_of_time.backward_in_parts(self.vjp.graph, storage, chunk=chunk, wanted=wanted, cotangents=cotangents)
+            plans = parallel_time.parallel_backward(self.vjp.graph, storage, chunk=chunk, wanted=wanted, cotangents=cotangents)
         else:
             checkpoint, sequences = flags
             storage, params = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}, self.params
-            plans = parts_of_time.forward_in_parts(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
+            plans = parallel_time.parallel_forward(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
         if plans is None:
             return kernel
         matrix, walk = (plan.with_parts(made, parts_of_one(params)) for made in plans)
-        return InParts(kernel, matrix, walk, lambda made: self.backend.load(made, self.backend.render(made)))
+        return ParallelInTime(kernel, matrix, walk, lambda made: self.backend.load(made, self.backend.render(made)))
 
     def expect(self, T: int, direction: str, *flags: Any) -> None:
         """Start to build a kernel that `kernel` is asked for soon, where the backend can."""

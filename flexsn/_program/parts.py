@@ -58,7 +58,7 @@ class PartsLayout:
         sig = self.sig
         names = [[f"{n}{end}" for end in self.endings(k)] if k else [n] for n, k in zip(sig.names, self.operands, strict=False)]
         inputs, states = [[*itertools.chain(*group)] for group in (names[: sig.num_inputs], names[sig.num_inputs :])]
-        return Signature(sig.core, len(inputs), len(states), sig.num_params, (*inputs, *states, *sig.param_names), sig.exact)
+        return Signature(sig.core, len(inputs), len(states), sig.num_params, (*inputs, *states, *sig.param_names))
 
     def split(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor | None]

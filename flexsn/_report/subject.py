@@ -98,7 +98,14 @@ def on_parts(subject: Subject, look: CapturedValues) -> Subject:
     layout = look.wrap
     inputs, states = layout.split(subject.inputs, subject.states)
     leaves = tuple([_leaf(x, x.requires_grad) for x in inputs])
-    return dataclasses.replace(subject, sig=layout.signature, seen=look, inputs=leaves, states=states, num_outputs=layout.num_outputs)
+    return dataclasses.replace(
+        subject,
+        sig=dataclasses.replace(layout.signature, exact=subject.sig.exact),
+        seen=look,
+        inputs=leaves,
+        states=states,
+        num_outputs=layout.num_outputs,
+    )
 
 
 def of_segment(subject: Subject, look: CapturedValues) -> Subject:
@@ -141,6 +148,7 @@ def _of_module(module: FlexSN, example: Sequence[Any], states: Any, params: Sequ
     flags = module.requires_grad_flags or (True,) * module.num_inputs
     own = tuple([getattr(module.params, n) for n in module.param_names])
     sig = make_signature(module.core, len(sequences), len(initial), len(own))
+    sig = dataclasses.replace(sig, exact=module.exact)
     inputs = tuple([_leaf(x, wanted) for x, wanted in zip(sequences, flags, strict=False)])
     return Subject(module.core, sig, module.captured_values(), inputs, tuple(initial), own, backend or module.backend, module.num_outputs)
 

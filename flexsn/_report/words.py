@@ -7,9 +7,9 @@ from typing import Any
 
 from .._ir.roles import Kind, of_kind
 from .._operator.call import Call
-from .._plan.parts_of_time import steps_of_part, why_in_order
+from .._plan.parallel_time import steps_of_part, why_in_order
 from .._plan.plan import KernelPlan
-from .._runtime import parts_of_time
+from .._runtime import parallel_time
 from .._runtime.launch import Launch
 from ..errors import as_shown
 
@@ -60,10 +60,10 @@ def launch_words(launch: dict[str, Any]) -> str:
 def walk_words(made: KernelPlan, launch: Launch, call: Call) -> str:
     """Return a line on how parts of time are walked, or why not, where the sizes of the call ask for it."""
     program, back = call.program, made.direction == "backward"
-    asked = program.backend.in_parts and (back or not program.sig.exact)
-    if not asked or not parts_of_time.fit(call.T, call.shapes.numel):
+    asked = program.backend.parallel_in_time and (back or not program.sig.exact)
+    if not asked or not parallel_time.fit(call.T, call.shapes.numel):
         return ""
-    if launch.in_parts:
+    if launch.parallel_in_time:
         return f"\n  walks {call.T // steps_of_part(made.chunk)} parts of time side by side, of {steps_of_part(made.chunk)} steps each"
     graph, kind = (program.vjp.graph, Kind.STATE_GRAD) if back else (program.graph, Kind.STATE)
     return f"\n  walks one step after the other: {why_in_order(graph, of_kind(graph.outputs, kind))}"

@@ -71,7 +71,7 @@ class Backend:
         refuses: why it cannot run on a device, or None.
         lazy: kernels are built for the sizes of a call; their `expect` starts that early.
         start: plan and source of a kernel that `load` is asked for soon; it is built meanwhile. None where `expect` serves.
-        in_parts: its kernels can walk parts of time side by side.
+        parallel_in_time: its kernels can walk parts of time side by side.
     """
 
     devices: frozenset[str]
@@ -82,13 +82,13 @@ class Backend:
     refuses: Callable[[torch.device], str | None]
     lazy: bool = False
     start: Callable[[plan.KernelPlan, str], None] | None = None
-    in_parts: bool = False
+    parallel_in_time: bool = False
 
 
 BACKENDS = {
     "cpp": Backend(
         frozenset({"cpu"}), render_cpp.render, cpp_kernel.load, plan.chunk_in_cache, lambda chunk, T: chunk, cpp_kernel.check_device,
-        start=cpp_kernel.start, in_parts=True,
+        start=cpp_kernel.start, parallel_in_time=True,
     ),
     "triton": Backend(
         frozenset({"cuda"}), render_triton.render, triton_kernel.load, plan.chunk_in_registers, plan.chunk_for,

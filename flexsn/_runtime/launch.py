@@ -54,7 +54,7 @@ class Launch:
         writes: role, shape and dtype of every array to allocate.
         places: where in `writes` a role stands.
         strides: of the arrays of `writes`.
-        in_parts: whether parts of time may run side by side, if there are many steps of few neurons.
+        parallel_in_time: whether parts of time may run side by side, if there are many steps of few neurons.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Launch:
         """`checkpoints`: rows of them; `roles`: of the operands, in the order in which calls pass them, None for one that the kernel does
         not read; `dims`: two sizes per param (see `by_index`) where `roles` names the params too."""
         self.T, self.step, self.numel, self.order = T, step, math.prod(step), order
-        self.kernel: Any = getattr(kernel, "main", kernel)  # what runs, beside others, where it is one `InParts`
+        self.kernel: Any = getattr(kernel, "main", kernel)  # what runs, beside others, where it is one `ParallelInTime`
         self.params = tuple([a.role for a in kernel.plan.reads if a.kind == "param" and a.role not in roles])
         self.checkpoints = checkpoints
         self.writes = arrays_of(allocated(kernel.plan, checkpoints), T, step, checkpoints)
@@ -77,7 +77,7 @@ class Launch:
         given = {role: place for place, role in enumerate((*roles, *self.params)) if role is not None}
         self._reads = [given[a.role] for a in kernel.plan.reads if a.role in given]
         present = [a.role in given for a in kernel.plan.reads] + [a.role in self.places for a in kernel.plan.writes]
-        self.in_parts = kernel is not self.kernel
+        self.parallel_in_time = kernel is not self.kernel
         self._run, self._profiling = kernel.bind(present, T, self.numel), profiler_flag()
 
     def __call__(self, operands: Sequence[Tensor | None], params: Mapping[Role, Tensor]) -> list[Tensor]:

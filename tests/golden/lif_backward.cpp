@@ -61,10 +61,8 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
   float* const gv0_last = static_cast<float*>(arrays[8]);
   float* const gp0_last = static_cast<float*>(arrays[9]);
   float* const gp1_last = static_cast<float*>(arrays[10]);
-  const Parts parts{T, N, count};
-  const int64_t M = N * count;
-  const bool apart = count > 1;
-  huge_pages(gx0_seq, T * M * sizeof(float));
+  const Parts parts{T, N, count};  // of time; one as a rule
+  huge_pages(gx0_seq, T * parts.neurons() * sizeof(float));
   int failed = 0;
   parallel(threads, [=, &failed](int thread, int threads) {
     Scratch scratch(tile * 96 + 1856);
@@ -79,10 +77,10 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
     float* const gp0_row = scratch.rows<float>(tile);
     float* const gp1_row = scratch.rows<float>(tile);
     float* const v0_row = scratch.rows<float>(K * tile);
-    const Share share(M, tile, thread, threads);
+    const Share share(parts.neurons(), tile, thread, threads);
     for (int64_t begin = share.begin; begin < share.end; begin += tile) {
-      const int64_t size = up_to(tile, M - begin), n = padded(size);
-      const bool full = n == size && !apart;  // else rows pass through padded buffers
+      const int64_t size = up_to(tile, parts.neurons() - begin), n = padded(size);
+      const bool full = n == size && count == 1;  // else rows pass through padded buffers
       spread(p0_seq, dims[0], dims[1], begin, size, p0_row);
       spread(p1_seq, dims[2], dims[3], begin, size, p1_row);
       first_row(gv0_first, begin, size, gv0_row);
@@ -92,7 +90,7 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
         const int64_t end = start + K < T ? start + K : T;
         chunk_start(v0_first, c0_seq, parts, start / K, K, begin, size, v0_row);
         for (int64_t t = start; t + 1 < end; ++t) {
-          const float* const x0_row = apart ? gathered(x0_seq, parts, t, begin, size, x0_buffer) : readable(x0_seq + t * N + begin, size, full, x0_buffer);
+          const float* const x0_row = parts.readable(x0_seq, t, begin, size, full, x0_buffer);
           for (int64_t b = 0; b < n; b += BLOCK) {
             const int64_t m = up_to(BLOCK, n - b);
             if (end == T) prefetch(x0_seq + (t + 1) * N + begin + b, m);
@@ -100,17 +98,16 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
           }
         }
         for (int64_t t = end - 1; t >= start; --t) {
-          const float* const x0_row = apart ? gathered(x0_seq, parts, t, begin, size, x0_buffer) : readable(x0_seq + t * N + begin, size, full, x0_buffer);
-          const float* const gy0_row = apart ? gathered(gy0_seq, parts, t, begin, size, gy0_buffer) : readable(gy0_seq + t * N + begin, size, full, gy0_buffer);
+          const float* const x0_row = parts.readable(x0_seq, t, begin, size, full, x0_buffer);
+          const float* const gy0_row = parts.readable(gy0_seq, t, begin, size, full, gy0_buffer);
           float* const gx0_row = !full || large ? gx0_buffer : gx0_seq + t * N + begin;
           for (int64_t b = 0; b < n; b += BLOCK) {
             const int64_t m = up_to(BLOCK, n - b);
             if (start > 0) prefetch_far(x0_seq + (start - K + (end - 1 - t)) * N + begin + b, m);
             if (t > 0) prefetch(gy0_seq + (t - 1) * N + begin + b, m);
             vjp(m, x0_row + b, v0_row + (t - start) * tile + b, gy0_row + b, p0_row + b, p1_row + b, gv0_row + b, gp0_row + b, gp1_row + b, gx0_row + b, k0);
-            if (!apart && (!full || large)) flush(gx0_seq + t * N + begin + b, gx0_row + b, up_to(m, size - b), large);
+            if (!full || large) parts.flush(gx0_seq, t, begin + b, gx0_row + b, up_to(m, size - b), large);
           }
-          if (apart) scatter(gx0_seq, parts, t, begin, size, gx0_row);
         }
       }
       last_row(gv0_row, begin, size, gv0_last);

@@ -29,10 +29,8 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
   float* const v0_last = static_cast<float*>(arrays[4]);
   float* const c0_seq = static_cast<float*>(arrays[5]);
   float* const y0_seq = static_cast<float*>(arrays[6]);
-  const Parts parts{T, N, count};
-  const int64_t M = N * count;
-  const bool apart = count > 1;
-  huge_pages(y0_seq, T * M * sizeof(float));
+  const Parts parts{T, N, count};  // of time; one as a rule
+  huge_pages(y0_seq, T * parts.neurons() * sizeof(float));
   int failed = 0;
   parallel(threads, [=, &failed](int thread, int threads) {
     Scratch scratch(tile * 20 + 1216);
@@ -42,24 +40,23 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
     float* const p0_row = scratch.rows<float>(tile);
     float* const p1_row = scratch.rows<float>(tile);
     float* const v0_row = scratch.rows<float>(tile);
-    const Share share(M, tile, thread, threads);
+    const Share share(parts.neurons(), tile, thread, threads);
     for (int64_t begin = share.begin; begin < share.end; begin += tile) {
-      const int64_t size = up_to(tile, M - begin), n = padded(size);
-      const bool full = n == size && !apart;  // else rows pass through padded buffers
+      const int64_t size = up_to(tile, parts.neurons() - begin), n = padded(size);
+      const bool full = n == size && count == 1;  // else rows pass through padded buffers
       spread(p0_seq, dims[0], dims[1], begin, size, p0_row);
       spread(p1_seq, dims[2], dims[3], begin, size, p1_row);
       first_row(v0_first, begin, size, v0_row);
       for (int64_t t = 0; t < T; ++t) {
         if (t % K == 0) store_checkpoint(v0_row, parts, t / K, K, begin, size, c0_seq);
-        const float* const x0_row = apart ? gathered(x0_seq, parts, t, begin, size, x0_buffer) : readable(x0_seq + t * N + begin, size, full, x0_buffer);
+        const float* const x0_row = parts.readable(x0_seq, t, begin, size, full, x0_buffer);
         float* const y0_row = !full || large ? y0_buffer : y0_seq + t * N + begin;
         for (int64_t b = 0; b < n; b += BLOCK) {
           const int64_t m = up_to(BLOCK, n - b);
           if (large && t + 1 < T) prefetch(x0_seq + (t + 1) * N + begin + b, m);
           step(m, x0_row + b, p0_row + b, p1_row + b, v0_row + b, y0_row + b);
-          if (!apart && (!full || large)) flush(y0_seq + t * N + begin + b, y0_row + b, up_to(m, size - b), large);
+          if (!full || large) parts.flush(y0_seq, t, begin + b, y0_row + b, up_to(m, size - b), large);
         }
-        if (apart) scatter(y0_seq, parts, t, begin, size, y0_row);
       }
       last_row(v0_row, begin, size, v0_last);
     }

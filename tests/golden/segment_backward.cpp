@@ -56,11 +56,9 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
   float* const gx1_seq = static_cast<float*>(arrays[8]);
   float* const gv0_last = static_cast<float*>(arrays[9]);
   float* const gv1_last = static_cast<float*>(arrays[10]);
-  const Parts parts{T, N, count};
-  const int64_t M = N * count;
-  const bool apart = count > 1;
-  huge_pages(gx0_seq, T * M * sizeof(float));
-  huge_pages(gx1_seq, T * M * sizeof(float));
+  const Parts parts{T, N, count};  // of time; one as a rule
+  huge_pages(gx0_seq, T * parts.neurons() * sizeof(float));
+  huge_pages(gx1_seq, T * parts.neurons() * sizeof(float));
   int failed = 0;
   parallel(threads, [=, &failed](int thread, int threads) {
     Scratch scratch(tile * 92 + 1792);
@@ -75,18 +73,18 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
     float* const gv0_row = scratch.rows<float>(tile);
     float* const gv1_row = scratch.rows<float>(tile);
     float* const v0_row = scratch.rows<float>(K * tile);
-    const Share share(M, tile, thread, threads);
+    const Share share(parts.neurons(), tile, thread, threads);
     for (int64_t begin = share.begin; begin < share.end; begin += tile) {
-      const int64_t size = up_to(tile, M - begin), n = padded(size);
-      const bool full = n == size && !apart;  // else rows pass through padded buffers
+      const int64_t size = up_to(tile, parts.neurons() - begin), n = padded(size);
+      const bool full = n == size && count == 1;  // else rows pass through padded buffers
       first_row(gv0_first, begin, size, gv0_row);
       first_row(gv1_first, begin, size, gv1_row);
       for (int64_t start = (T - 1) / K * K; start >= 0; start -= K) {
         const int64_t end = start + K < T ? start + K : T;
         chunk_start(v0_first, c0_seq, parts, start / K, K, begin, size, v0_row);
         for (int64_t t = start; t + 1 < end; ++t) {
-          const float* const x0_row = apart ? gathered(x0_seq, parts, t, begin, size, x0_buffer) : readable(x0_seq + t * N + begin, size, full, x0_buffer);
-          const float* const x1_row = apart ? gathered(x1_seq, parts, t, begin, size, x1_buffer) : readable(x1_seq + t * N + begin, size, full, x1_buffer);
+          const float* const x0_row = parts.readable(x0_seq, t, begin, size, full, x0_buffer);
+          const float* const x1_row = parts.readable(x1_seq, t, begin, size, full, x1_buffer);
           for (int64_t b = 0; b < n; b += BLOCK) {
             const int64_t m = up_to(BLOCK, n - b);
             if (end == T) prefetch(x0_seq + (t + 1) * N + begin + b, m);
@@ -95,9 +93,9 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
           }
         }
         for (int64_t t = end - 1; t >= start; --t) {
-          const float* const x0_row = apart ? gathered(x0_seq, parts, t, begin, size, x0_buffer) : readable(x0_seq + t * N + begin, size, full, x0_buffer);
-          const float* const x1_row = apart ? gathered(x1_seq, parts, t, begin, size, x1_buffer) : readable(x1_seq + t * N + begin, size, full, x1_buffer);
-          const float* const gy0_row = apart ? gathered(gy0_seq, parts, t, begin, size, gy0_buffer) : readable(gy0_seq + t * N + begin, size, full, gy0_buffer);
+          const float* const x0_row = parts.readable(x0_seq, t, begin, size, full, x0_buffer);
+          const float* const x1_row = parts.readable(x1_seq, t, begin, size, full, x1_buffer);
+          const float* const gy0_row = parts.readable(gy0_seq, t, begin, size, full, gy0_buffer);
           float* const gx0_row = !full || large ? gx0_buffer : gx0_seq + t * N + begin;
           float* const gx1_row = !full || large ? gx1_buffer : gx1_seq + t * N + begin;
           for (int64_t b = 0; b < n; b += BLOCK) {
@@ -106,11 +104,9 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
             if (start > 0) prefetch_far(x1_seq + (start - K + (end - 1 - t)) * N + begin + b, m);
             if (t > 0) prefetch(gy0_seq + (t - 1) * N + begin + b, m);
             vjp(m, x0_row + b, x1_row + b, v0_row + (t - start) * tile + b, gy0_row + b, gv0_row + b, gv1_row + b, gx0_row + b, gx1_row + b, k0, k1);
-            if (!apart && (!full || large)) flush(gx0_seq + t * N + begin + b, gx0_row + b, up_to(m, size - b), large);
-            if (!apart && (!full || large)) flush(gx1_seq + t * N + begin + b, gx1_row + b, up_to(m, size - b), large);
+            if (!full || large) parts.flush(gx0_seq, t, begin + b, gx0_row + b, up_to(m, size - b), large);
+            if (!full || large) parts.flush(gx1_seq, t, begin + b, gx1_row + b, up_to(m, size - b), large);
           }
-          if (apart) scatter(gx0_seq, parts, t, begin, size, gx0_row);
-          if (apart) scatter(gx1_seq, parts, t, begin, size, gx1_row);
         }
       }
       last_row(gv0_row, begin, size, gv0_last);

@@ -31,10 +31,8 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
   float* const v1_last = static_cast<float*>(arrays[6]);
   float* const c1_seq = static_cast<float*>(arrays[7]);
   float* const y0_seq = static_cast<float*>(arrays[8]);
-  const Parts parts{T, N, count};
-  const int64_t M = N * count;
-  const bool apart = count > 1;
-  huge_pages(y0_seq, T * M * sizeof(float));
+  const Parts parts{T, N, count};  // of time; one as a rule
+  huge_pages(y0_seq, T * parts.neurons() * sizeof(float));
   int failed = 0;
   parallel(threads, [=, &failed](int thread, int threads) {
     Scratch scratch(tile * 20 + 1536);
@@ -45,26 +43,25 @@ extern "C" int run_parts(void* const* arrays, const double* numbers, const int64
     float* const y0_buffer = scratch.rows<float>(tile);
     float* const v0_row = scratch.rows<float>(tile);
     float* const v1_row = scratch.rows<float>(tile);
-    const Share share(M, tile, thread, threads);
+    const Share share(parts.neurons(), tile, thread, threads);
     for (int64_t begin = share.begin; begin < share.end; begin += tile) {
-      const int64_t size = up_to(tile, M - begin), n = padded(size);
-      const bool full = n == size && !apart;  // else rows pass through padded buffers
+      const int64_t size = up_to(tile, parts.neurons() - begin), n = padded(size);
+      const bool full = n == size && count == 1;  // else rows pass through padded buffers
       first_row(v0_first, begin, size, v0_row);
       first_row(v1_first, begin, size, v1_row);
       for (int64_t t = 0; t < T; ++t) {
         if (t % K == 0) store_checkpoint(v0_row, parts, t / K, K, begin, size, c0_seq);
         if (t % K == 0) store_checkpoint(v1_row, parts, t / K, K, begin, size, c1_seq);
-        const float* const x0_row = apart ? gathered(x0_seq, parts, t, begin, size, x0_buffer) : readable(x0_seq + t * N + begin, size, full, x0_buffer);
-        const float* const x1_row = apart ? gathered(x1_seq, parts, t, begin, size, x1_buffer) : readable(x1_seq + t * N + begin, size, full, x1_buffer);
+        const float* const x0_row = parts.readable(x0_seq, t, begin, size, full, x0_buffer);
+        const float* const x1_row = parts.readable(x1_seq, t, begin, size, full, x1_buffer);
         float* const y0_row = !full || large ? y0_buffer : y0_seq + t * N + begin;
         for (int64_t b = 0; b < n; b += BLOCK) {
           const int64_t m = up_to(BLOCK, n - b);
           if (large && t + 1 < T) prefetch(x0_seq + (t + 1) * N + begin + b, m);
           if (large && t + 1 < T) prefetch(x1_seq + (t + 1) * N + begin + b, m);
           step(m, x0_row + b, x1_row + b, v0_row + b, v1_row + b, y0_row + b, k0);
-          if (!apart && (!full || large)) flush(y0_seq + t * N + begin + b, y0_row + b, up_to(m, size - b), large);
+          if (!full || large) parts.flush(y0_seq, t, begin + b, y0_row + b, up_to(m, size - b), large);
         }
-        if (apart) scatter(y0_seq, parts, t, begin, size, y0_row);
       }
       last_row(v0_row, begin, size, v0_last);
       last_row(v1_row, begin, size, v1_last);

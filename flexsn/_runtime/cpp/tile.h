@@ -62,53 +62,6 @@ class Scratch {
   int64_t used_ = 0;
 };
 
-// A row that a vector loop may read past its end: the row itself if it is full, else a copy in `buffer`.
-template <class T> inline const T* readable(const T* row, int64_t n, bool full, T* buffer) {
-  if (full) return row;
-  std::memcpy(buffer, row, n * sizeof(T));
-  return buffer;
-}
-
-// What is no vector loop of ops is compiled once: inlined for each of many states, it took most of the build.
-#define ONCE __attribute__((noinline)) inline
-
-// How neurons of a row lie in sequences: side by side, or those of parts of time after one another, each of T steps of N neurons.
-struct Parts {
-  int64_t T, N, count;
-  template <class Visit> void runs(int64_t t, int64_t begin, int64_t n, Visit&& visit) const {  // of neurons that lie side by side
-    int64_t part = begin / N, first = begin % N;
-    for (int64_t i = 0; i < n; ++part, first = 0) {
-      const int64_t run = up_to(N - first, n - i);
-      visit((part * T + t) * N + first, i, run);
-      i += run;
-    }
-  }
-};
-// Copy the neurons of a row from where they lie to `buffer`, or back.
-template <bool back, int64_t size, class T, class Row> inline void copy_parts(T* sequence, int64_t stride, int64_t n, Row* buffer) {
-  for (int64_t i = 0; i < n; i += size, sequence += stride) {
-    if (back) std::memcpy(const_cast<std::remove_const_t<T>*>(sequence), buffer + i, size * sizeof(T));
-    else std::memcpy(const_cast<std::remove_const_t<Row>*>(buffer) + i, sequence, size * sizeof(T));
-  }
-}
-template <bool back, class T, class Row> ONCE void copy_row(T* sequence, const Parts& parts, int64_t t, int64_t begin, int64_t n, Row* buffer) {
-  T* const first = sequence + (begin / parts.N * parts.T + t) * parts.N;
-  const int64_t stride = parts.T * parts.N;
-  if (parts.N == 1) return copy_parts<back, 1>(first, stride, n, buffer);
-  if (parts.N == 2 && n % 2 == 0) return copy_parts<back, 2>(first, stride, n, buffer);
-  if (parts.N == 4 && n % 4 == 0) return copy_parts<back, 4>(first, stride, n, buffer);
-  parts.runs(t, begin, n, [=](int64_t at, int64_t i, int64_t run) {
-    for (int64_t j = 0; j < run; ++j) copy_parts<back, 1>(sequence + at + j, 0, 1, buffer + i + j);
-  });
-}
-template <class T> inline const T* gathered(const T* sequence, const Parts& parts, int64_t t, int64_t begin, int64_t n, T* buffer) {
-  copy_row<false>(sequence, parts, t, begin, n, buffer);
-  return buffer;
-}
-template <class T> inline void scatter(T* sequence, const Parts& parts, int64_t t, int64_t begin, int64_t n, const T* buffer) {
-  copy_row<true>(sequence, parts, t, begin, n, buffer);
-}
-
 // Write a finished row from its buffer; `streamed` past the caches, for arrays that are larger than these.
 template <class T> inline void flush(T* row, const T* buffer, int64_t n, bool streamed) {
 #if defined(__AVX512F__) && defined(__GNUC__)
@@ -135,6 +88,60 @@ inline void fence() {  // streamed rows are visible to other threads after it
   __builtin_ia32_sfence();
 #endif
 }
+
+// What is no vector loop of ops is compiled once: inlined for each of many states, it took most of the build.
+#define ONCE __attribute__((noinline)) inline
+
+// Copy n neurons, `run` of which lie side by side: every `apart` elements, and at the other end every `apart_there`.
+template <int64_t run, class T> inline void copy(const T* from, int64_t apart, T* to, int64_t apart_there, int64_t n) {
+  for (int64_t i = 0; i < n; i += run, from += apart, to += apart_there) std::memcpy(to, from, run * sizeof(T));
+}
+
+// Where the neurons of a row lie in a sequence of T steps: side by side; or in `count` parts of time after one another, each of T steps of N
+// neurons, of which a row holds the same step. A row has `neurons()` elements.
+struct Parts {
+  int64_t T, N, count;
+  int64_t neurons() const { return N * count; }
+
+  // Call `visit(part, first, i, n)` for n neurons from `first` on of each part, which are the elements from i on of a row from `begin` on.
+  template <class Visit> void runs(int64_t begin, int64_t n, Visit&& visit) const {
+    int64_t part = begin / N, first = begin % N;
+    for (int64_t i = 0; i < n; ++part, first = 0) {
+      const int64_t run = up_to(N - first, n - i);
+      visit(part, first, i, run);
+      i += run;
+    }
+  }
+
+  // A row that a vector loop may read past its end: the row itself if it is full, else a copy in `buffer`.
+  template <class E> const E* readable(const E* sequence, int64_t t, int64_t begin, int64_t n, bool full, E* buffer) const {
+    if (full) return sequence + t * N + begin;
+    if (count == 1) std::memcpy(buffer, sequence + t * N + begin, n * sizeof(E));
+    else gather(sequence, t, begin, n, buffer);
+    return buffer;
+  }
+  // Write a finished row, or some of its neurons, from its buffer.
+  template <class E> void flush(E* sequence, int64_t t, int64_t begin, const E* buffer, int64_t n, bool streamed) const {
+    if (count == 1) flexsn::flush(sequence + t * N + begin, buffer, n, streamed);
+    else scatter(sequence, t, begin, n, buffer);
+  }
+
+ private:
+  template <class E> ONCE void gather(const E* sequence, int64_t t, int64_t begin, int64_t n, E* buffer) const {
+    const E* const first = sequence + (begin / N * T + t) * N;
+    if (N == 1) return copy<1>(first, T, buffer, 1, n);
+    if (N == 2 && n % 2 == 0) return copy<2>(first, 2 * T, buffer, 2, n);
+    if (N == 4 && n % 4 == 0) return copy<4>(first, 4 * T, buffer, 4, n);
+    runs(begin, n, [=](int64_t part, int64_t k, int64_t i, int64_t run) { copy<1>(sequence + (part * T + t) * N + k, 1, buffer + i, 1, run); });
+  }
+  template <class E> ONCE void scatter(E* sequence, int64_t t, int64_t begin, int64_t n, const E* buffer) const {
+    E* const first = sequence + (begin / N * T + t) * N;
+    if (N == 1) return copy<1>(buffer, 1, first, T, n);
+    if (N == 2 && n % 2 == 0) return copy<2>(buffer, 2, first, 2 * T, n);
+    if (N == 4 && n % 4 == 0) return copy<4>(buffer, 4, first, 4 * T, n);
+    runs(begin, n, [=](int64_t part, int64_t k, int64_t i, int64_t run) { copy<1>(buffer + i, 1, sequence + (part * T + t) * N + k, 1, run); });
+  }
+};
 
 // Ask for n elements that are read soon (or, far, after some rows): rows are strided, so the processor does not foresee them.
 template <class T, int cache = 3> inline void prefetch(const T* row, int64_t n) {
@@ -182,16 +189,16 @@ template <class To, class T> ONCE void first_row(const T* given, int64_t begin, 
 // The states at the start of a chunk: a checkpoint, or of the first chunk what is given, or zero.
 template <class To, class T>
 ONCE void chunk_start(const T* given, const To* checkpoints, const Parts& parts, int64_t chunk, int64_t K, int64_t begin, int64_t n, To* row) {
-  parts.runs(0, begin, n, [=](int64_t at, int64_t i, int64_t run) {
-    const int64_t steps = at / parts.N + chunk * K, first = at % parts.N;
+  parts.runs(begin, n, [=](int64_t part, int64_t first, int64_t i, int64_t run) {
+    const int64_t steps = part * parts.T + chunk * K;
     if (steps == 0) return first_row(given, first, run, row + i);
     std::memcpy(row + i, checkpoints + (steps / K - 1) * parts.N + first, run * sizeof(To));
   });
 }
 template <class T>
 ONCE void store_checkpoint(const T* row, const Parts& parts, int64_t chunk, int64_t K, int64_t begin, int64_t n, T* checkpoints) {
-  parts.runs(0, begin, n, [=](int64_t at, int64_t i, int64_t run) {
-    const int64_t steps = at / parts.N + chunk * K, first = at % parts.N;
+  parts.runs(begin, n, [=](int64_t part, int64_t first, int64_t i, int64_t run) {
+    const int64_t steps = part * parts.T + chunk * K;
     if (steps > 0) std::memcpy(checkpoints + (steps / K - 1) * parts.N + first, row + i, run * sizeof(T));
   });
 }

@@ -1,4 +1,4 @@
-"""A kernel that walks parts of a long time side by side, where its neurons are few (`_plan/parts_of_time.py`)."""
+"""A kernel that walks parts of a long time side by side, where its neurons are few (`_plan/parallel_time.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._ir.roles import Kind, Role, roles
-from .._plan.parts_of_time import steps_of_part
+from .._plan.parallel_time import steps_of_part
 from .._plan.plan import KernelPlan
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def fit(T: int, N: int) -> bool:
     return 0 < N <= MOST_NEURONS and T >= LEAST_STEPS
 
 
-class InParts:
+class ParallelInTime:
     """A kernel, and those that walk parts of time in its place, which are loaded when a call needs them.
 
     It may be used wherever its main kernel is.
@@ -47,10 +47,10 @@ class InParts:
         matrix, kernel = self._load(self._matrix), self._load(self._walk)
         if not hasattr(kernel, "carry"):  # it is noted, to be built ahead
             return plain
-        in_parts = walk(self.main.plan, matrix, kernel, present, T, N)
+        side_by_side = walk(self.main.plan, matrix, kernel, present, T, N)
 
         def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
-            (plain if torch.are_deterministic_algorithms_enabled() else in_parts)(arrays, dims)
+            (plain if torch.are_deterministic_algorithms_enabled() else side_by_side)(arrays, dims)
 
         return run
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexsn
-from flexsn._runtime import parts_of_time
+from flexsn._runtime import parallel_time
 from flexsn._runtime.cpp_kernel import collected
 
 STEPS = 2401  # whole parts, and a rest of one step
@@ -23,20 +23,20 @@ def one_after_the_other():
 
 @pytest.fixture(autouse=True)
 def fewer_steps(monkeypatch):
-    monkeypatch.setattr(parts_of_time, "LEAST_STEPS", 2048)
+    monkeypatch.setattr(parallel_time, "LEAST_STEPS", 2048)
 
 
 @pytest.fixture
 def walks(monkeypatch):
     """The numbers of parts that have run."""
     found = []
-    call = parts_of_time._Backward.__call__
+    call = parallel_time._Backward.__call__
 
     def noted(self, arrays, dims):
         found.append(self.parts)
         call(self, arrays, dims)
 
-    monkeypatch.setattr(parts_of_time._Backward, "__call__", noted)
+    monkeypatch.setattr(parallel_time._Backward, "__call__", noted)
     return found
 
 
@@ -50,6 +50,12 @@ def learned(x, v, tau, theta):
     h = v + (x - v) * torch.sigmoid(tau)
     s = flexsn.surrogate.atan(h - theta)
     return s, h - s * theta
+
+
+def per_neuron(x, v, tau, gain):
+    h = v + (x * gain - v) * torch.sigmoid(tau)
+    s = flexsn.surrogate.atan(h - 1.0)
+    return s * gain, h * (1.0 - s)
 
 
 def adaptive(x, v, a):
@@ -72,7 +78,8 @@ def chain(x, a, b, c, d):
 
 
 CORES = {
-    "lif": (lif, 1, []), "learned": (learned, 1, [torch.tensor(0.3), torch.tensor(0.7)]), "adaptive": (adaptive, 2, []),
+    "lif": (lif, 1, []), "learned": (learned, 1, [torch.tensor(0.3), torch.tensor(0.7)]), "per neuron": (per_neuron, 1, ["step", torch.tensor(1.3)]),
+    "adaptive": (adaptive, 2, []),
     "rotation": (rotation, 2, []), "chain": (chain, 4, []),
 }  # fmt: skip
 
@@ -96,6 +103,7 @@ def test_gradients(walks, name, step, sequences):
     core, states, params = CORES[name]
     torch.manual_seed(0)
     x, states = torch.randn(STEPS, *step) + 0.8, [torch.rand(step) for _ in range(states)]
+    params = [torch.rand(step) if p == "step" else p for p in params]
     found = gradients(core, x, states, params, torch.float64, sequences)
     assert walks, "it ran one step after the other"
     with one_after_the_other():
@@ -201,8 +209,8 @@ def state_space(x, u, v):
 @pytest.fixture
 def forwards(monkeypatch):
     found = []
-    call = parts_of_time._Forward.__call__
-    monkeypatch.setattr(parts_of_time._Forward, "__call__", lambda self, *given: found.append(self.parts) or call(self, *given))
+    call = parallel_time._Forward.__call__
+    monkeypatch.setattr(parallel_time._Forward, "__call__", lambda self, *given: found.append(self.parts) or call(self, *given))
     return found
 
 
@@ -283,6 +291,34 @@ def test_explain_says_how_time_is_walked():
     assert said.count("walks 10 parts of time side by side, of 240 steps each") == 1  # the backward; its forward is exact
     assert "walks one step after the other: `" in str(flexsn.explain(clipped, x, states=(None,)))
     assert "side by side" not in str(flexsn.explain(lif, x[:100], states=(None,)))
+
+
+def test_complex_states(forwards):
+    """A diagonal state-space neuron, whose one complex state is two values."""
+    pole = torch.tensor([0.9 + 0.3j, 0.8 - 0.5j])
+
+    def diagonal(x, v):
+        v = v * pole + x
+        return v.real.relu(), v
+
+    x = torch.randn(STEPS, 2)
+    expected = flexsn.scan(diagonal, (x,), (None,))
+    assert not forwards
+    found = flexsn.scan(diagonal, (x,), (None,), exact=False)
+    assert forwards
+    for a, b in zip([*found.outputs, *found.states], [*expected.outputs, *expected.states], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_pieces_and_steps_of_modules(forwards):
+    neuron = flexsn.FlexSN(state_space, num_states=2, exact=False)
+    assert "10 parts of time" in str(flexsn.explain(neuron, torch.randn(STEPS, 2)))
+    x = torch.randn(2 * STEPS, 2)
+    with torch.no_grad():
+        pieces = flexsn.scan(leaky, ([x[:STEPS], x[STEPS:]],), (None,), (torch.tensor(0.05),), exact=False)
+        assert len(forwards) >= 2
+        whole = flexsn.scan(leaky, (x,), (None,), (torch.tensor(0.05),))
+    torch.testing.assert_close(torch.cat(pieces.outputs[0]), whole.outputs[0])
 
 
 def test_modules_and_compiled_calls_take_it(forwards):

@@ -1,6 +1,6 @@
 """Plans of kernels that walk parts of time side by side, and what passes from part to part.
 
-A step that is affine in what it carries (`_ir/linear.py`) makes of a part of time one matrix and one vector: `new = A carried + b`.
+A step that is affine in what it carries (`_ir/affine.py`) makes of a part of time one matrix and one vector: `new = A carried + b`.
 Three walks give what one walk over all of T gives, up to rounding: a kernel that carries `A` and `b` over every part, side by side; a
 walk from part to part over these alone; and the kernel itself over every part, side by side, from what came in at its start.
 """
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from .._ir.affine import MOST_STATES, coupled, with_matrix
 from .._ir.graph import Graph, Node
-from .._ir.linear import MOST_STATES, coupled, with_matrix
 from .._ir.roles import Kind, Role, of_kind, roles
 from .plan import Array, KernelPlan, plan_backward, plan_forward
 
@@ -35,7 +35,7 @@ def _wide(made: KernelPlan) -> KernelPlan:
     return dataclasses.replace(made, reads=widened(made.reads), writes=widened(made.writes))
 
 
-def backward_in_parts(
+def parallel_backward(
     joint: Graph, storage: Mapping[Role, torch.dtype], *, chunk: int, wanted: Sequence[str], cotangents: Sequence[str]
 ) -> tuple[KernelPlan, KernelPlan] | None:
     """Return the two kernels of a backward that `plan_backward` takes: the one that carries `A` and `b` of the cotangents of states, and
@@ -55,10 +55,10 @@ def backward_in_parts(
     return _wide(dataclasses.replace(first, matrix=tuple(entries))), _wide(walk)
 
 
-def forward_in_parts(
+def parallel_forward(
     step: Graph, storage: Mapping[Role, torch.dtype], *, chunk: int, checkpoint: bool, sequences: bool
 ) -> tuple[KernelPlan, KernelPlan] | None:
-    """Return the two kernels of a forward that `plan_forward` takes, as `backward_in_parts`; of `A` and `b` of the states."""
+    """Return the two kernels of a forward that `plan_forward` takes, as `parallel_backward`; of `A` and `b` of the states."""
     carried = of_kind(step.outputs, Kind.STATE)
     entries = _entries(step, carried)
     if entries is None:
