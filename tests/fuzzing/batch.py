@@ -78,7 +78,7 @@ _count = itertools.count()
 
 
 def joined(sources: Sequence[str]) -> str:
-    """One translation unit: the tops once, every kernel in a namespace of its own, `run` renamed to `run_0`, `run_1`, ..."""
+    """One translation unit: the tops once, every kernel in a namespace of its own, its functions renamed: `run_0`, `run_1`, ..."""
     tops: list[str] = []
     bodies: list[str] = []
     for i, source in enumerate(sources):
@@ -86,7 +86,8 @@ def joined(sources: Sequence[str]) -> str:
         start = lines.index("using namespace flexsn;")
         tops += [line for line in lines[:start] if not line.startswith("//")]
         body = "\n".join(lines[start + 1 :])
-        bodies.append(f"namespace kernel_{i} {{\n{body.replace('int run(', f'int run_{i}(')}\n}}")
+        body = body.replace("int run(", f"int run_{i}(").replace("run_parts(", f"run_parts_{i}(")
+        bodies.append(f"namespace kernel_{i} {{\n{body}\n}}")
     unique = list(dict.fromkeys(tops))
     includes = [t for t in unique if t.startswith("#")]
     return "\n".join([*includes, *(t for t in unique if t not in includes), "using namespace flexsn;", *bodies, ""])
