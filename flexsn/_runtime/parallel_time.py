@@ -1,4 +1,8 @@
-"""A kernel that walks parts of a long time side by side, where its neurons are few (`_plan/parallel_time.py`)."""
+"""A kernel that walks parts of a long time side by side, where its neurons are few (`_plan/parallel_time.py`).
+
+What it gains is measured by `benchmarks/long.py`, on two cores: over 100,000 steps of one neuron, where such a network is nothing else, the
+backward of an LIF takes a tenth of the time, and the forward of a leaky integrator a quarter (docs/long.md).
+"""
 
 from __future__ import annotations
 
