@@ -10,6 +10,8 @@ The kernel is `<core>_forward(*plan.arguments, *(inner, count per param), *numbe
 are the constants of the core, bit k
 of `given` says whether the k-th of `nullable(plan)` is there (where there are more than 31, `given_1` and so on follow it).
 AHEAD: also issue the next chunk's loads before this one's steps.
+
+Where parts of time run side by side (`plan.over_parts`), a program walks one of them, of `part_steps` steps, which follow N in the call.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def _forward(plan: KernelPlan) -> list[str]:
     lines += [f"    {r}_at = {r}_seq + i" for r in (*f.sequences, *f.written)]
     save: list[str] = []
     if f.checkpoints:
-        lines += ["    t, saved_at = 0, i - N"]
+        lines += ["    t, saved_at = 0, i - N"] if not plan.over_parts else [f"    t, saved_at = begin, i + (begin // {K} - 1) * N"]
         save = ["saved = (mask & (t > 0)) != 0  # the states at the start of a chunk"]
         save += [f"tl.store({r}_seq + saved_at, {r.to(Kind.STATE)}, mask=saved)" for r in f.checkpoints]
         save += ["saved_at += N"]
@@ -96,9 +98,9 @@ def _backward(plan: KernelPlan) -> list[str]:
     for a in plan.carried:
         zero = f"tl.zeros((BLOCK,), {COMPUTE[a.compute]})"
         lines.append(f"    {a.role} = {f.first(a) if a.role in f.nullable else zero}")
-    lines += ["    t = T", *(f"    {r}_at = {r}_seq + i + T * N" for r in loop.moving)]
+    lines += ["    t = begin + T" if plan.over_parts else "    t = T", *(f"    {r}_at = {r}_seq + i + T * N" for r in loop.moving)]
     if loop.states and plan.most is None:
-        lines += [f"    saved_at = i + ((T - 1) // {plan.chunk} - 1) * N  # of the last chunk"]
+        lines += [f"    saved_at = i + (({'t' if plan.over_parts else 'T'} - 1) // {plan.chunk} - 1) * N  # of the last chunk"]
         lines += [f"    {v}_at, {v}_given = {v}_first + i, {f.is_given(v)}" for v in loop.states]
     return [*lines, *indented(loop.rest()), *indented(loop.chunks()), *f.last_rows()]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .._ir.graph import HALF, Graph, Node, Shape
-from .._ir.roles import Role
+from .._ir.roles import Kind, Role
 from .._plan.plan import Array, KernelPlan
 from .._version import __version__
 from .language import numbers, safe
@@ -18,7 +18,7 @@ from .triton_values import COMPUTE, IMPORTS, TRITON, literal, smooth, template
 
 def kernel_name(plan: KernelPlan) -> str:
     """Return the kernel's name, which profilers show."""
-    name = f"{safe(plan.core).replace('.', '_')}_{plan.direction}"
+    name = f"{safe(plan.core).replace('.', '_')}_{plan.direction}{'_matrix' if plan.matrix else '_of_parts' if plan.over_parts else ''}"
     return name if name.isidentifier() else f"core_{name}"
 
 
@@ -111,10 +111,12 @@ class Frame:
         plan = self.plan
         pointers = [self.pointer(a, i < len(plan.reads)) for i, a in enumerate(plan.arguments)]
         dims = [f"{r}_{d}" for r in self.params for d in ("inner", "count")]
-        parameters = [*pointers, *dims, *self.numbers, "T", "N", *flags(plan), "BLOCK: tl.constexpr", "AHEAD: tl.constexpr"]
+        lengths = ["T", "N", "part_steps"] if plan.over_parts else ["T", "N"]
+        parameters = [*pointers, *dims, *self.numbers, *lengths, *flags(plan), "BLOCK: tl.constexpr", "AHEAD: tl.constexpr"]
         lines = ["@triton.jit", f"def {kernel_name(plan)}({', '.join(parameters)}):", *self.describe()]
         lines += [f"    {k} = tl.full((), {k}, {COMPUTE[node.dtype]})" for node, k in numbers(plan).items()]
         lines += ["    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "    mask = i < N"]
+        lines += self._part() if plan.over_parts else []
         before, like = None, {a.role: a.like for a in plan.reads}
         for role in self.params:
             sizes = f"i, N, {role}_inner, {role}_count"
@@ -126,6 +128,18 @@ class Frame:
             lines.append(f"    {role} = tl.load({role}_seq + {like[role] or role}_at, mask=mask, other=0)")
             before = like[role] or role
         return lines
+
+    def _part(self) -> list[str]:
+        """Return the lines that find the part of time of a program."""
+        in_order = "part" if self.plan.direction == "forward" else "parts - 1 - part"
+        return [
+            "    part, parts = tl.program_id(1), tl.num_programs(1)",
+            "    begin = part * part_steps  # of its steps; the last part may have fewer",
+            "    T = tl.minimum(T - begin, part_steps)",
+            f"    place = {in_order}  # in the order of the walk",
+            "    row = i + place * N",
+            *(f"    {r}_seq += begin * N" for r in (*self.sequences, *self.written)),
+        ]
 
     def describe(self) -> list[str]:
         notes = []
@@ -146,14 +160,26 @@ class Frame:
         return f"(({flag} & {1 << bit}) != 0)"
 
     def first(self, a: Array) -> str:
-        return f"tl.load({a.role}_first + i, mask={where(self.is_given(a.role))}, other=0).to({COMPUTE[a.compute]})"
+        carried = self.plan.over_parts and a.role in self.carried
+        if carried and self.plan.matrix:  # A begins with ones in its diagonal, b with nothing
+            entry = self.carried.index(a.role) - len(self.carried) + len(self.plan.matrix)
+            value = int(entry >= 0 and len(set(self.plan.matrix[entry])) == 1)
+            return f"tl.full((BLOCK,), {value}, {COMPUTE[a.compute]})"
+        at = "row" if carried else "i"
+        return f"tl.load({a.role}_first + {at}, mask={where(self.is_given(a.role))}, other=0).to({COMPUTE[a.compute]})"
 
     def counted(self) -> str:
         """Return the mask of step j, if it is one of those that count: in chunks of one step all do."""
         return "mask" if self.plan.chunk == 1 else where("(j < count)")
 
     def last_rows(self) -> list[str]:
-        return [f"    tl.store({a.role}_last + i, {a.role}, mask=mask)" for a in self.plan.writes if a.kind == "row"]
+        rows = [a.role for a in self.plan.writes if a.kind == "row"]
+        if not self.plan.over_parts:
+            return [f"    tl.store({r}_last + i, {r}, mask=mask)" for r in rows]
+        of_each = [r for r in rows if self.plan.matrix or r.kind is Kind.PARAM_GRAD]
+        lines = [f"    tl.store({r}_last + row, {r}, mask=mask)" for r in of_each]
+        ends = [r for r in rows if r not in of_each]
+        return [*lines, *(f"    tl.store({r}_last + i, {r}, mask={where('(place == parts - 1)')})" for r in ends)]
 
 
 def where(condition: str) -> str:

@@ -249,7 +249,7 @@ class Call:
             return
         launch = self.usual_backward().launch
         if launch is not None and launch.numel:
-            launch.kernel.expect(launch.numel, self.program.device.index)
+            launch.expect()
 
     def backward_for(self, needs: tuple[bool, ...], cotangents: Sequence[type]) -> Backward:
         """How the backward runs, its kernel built.

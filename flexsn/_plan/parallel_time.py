@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .._ir.affine import MOST_STATES, coupled, with_matrix
-from .._ir.graph import Graph, Node
+from .._ir.graph import Builder, Graph, Node
 from .._ir.roles import Kind, Role, of_kind, roles
-from .plan import Array, KernelPlan, plan_backward, plan_forward
+from .plan import Array, KernelPlan, chunk_in_registers, plan_backward, plan_forward
 
 LONGEST = 256  # steps of a part: `A` is a product over so many, which overflows later than one over more
 
@@ -74,6 +74,44 @@ def _entries(step: Graph, carried: Sequence[Role]) -> list[tuple[int, int]] | No
     """Return the entries of `A`, in order; None where parts of time cannot be walked side by side."""
     found = None if why_in_order(step, carried) else coupled(step.select(carried), carried)
     return sorted(found) if isinstance(found, set) else None
+
+
+def by_programs(main: KernelPlan, matrix: KernelPlan) -> tuple[KernelPlan, KernelPlan, KernelPlan]:
+    """Return the kernels of a GPU, whose programs walk a part of time each: the one that carries `A` and `b`, the walk from part to part,
+    and the one that walks every part, as `main` walks all of T.
+
+    What passes from part to part lies in rows [parts, N], in the order of the walk: of a backward, the last part comes first.
+    """
+    rows = carried_rows(matrix)
+    reads = [dataclasses.replace(a, storage=a.compute) if a.role in rows else a for a in main.reads]
+    walk = dataclasses.replace(main, reads=tuple(reads), longest=None, over_parts=True)
+    return dataclasses.replace(matrix, over_parts=True), _from_part_to_part(main, matrix), walk
+
+
+def carried_rows(matrix: KernelPlan) -> list[Role]:
+    """Return the roles of what is carried beside the entries of its matrix."""
+    return [a.role for a in matrix.carried[: len(matrix.carried) - len(matrix.matrix)]]
+
+
+def _from_part_to_part(main: KernelPlan, matrix: KernelPlan) -> KernelPlan:
+    """Return the forward kernel over parts, `x* = b, A` and `v* = what is carried`, that gives what comes in at each."""
+    rows, dtype = carried_rows(matrix), matrix.carried[0].compute
+    builder = Builder(f"{main.core}_from_part_to_part")
+    names = [*rows, *(f"d{row}{column}" for row, column in matrix.matrix)]
+    given = [builder.input(Role(Kind.INPUT, k), dtype, f"{name}_part") for k, name in enumerate(names)]
+    states = [builder.input(Role(Kind.STATE, k), dtype, name) for k, name in enumerate(rows)]
+    sums, zero = given[: len(rows)], builder.const(0, dtype)
+    for (row, column), entry in zip(matrix.matrix, given[len(rows) :], strict=True):
+        times = builder.op("mul", entry, states[column])
+        nothing = builder.op("eq", states[column], zero)  # it gives nothing, whatever A has grown to
+        sums[row] = builder.op("add", sums[row], builder.op("where", nothing, zero, times))
+    outputs = {Role(Kind.STATE, k): value for k, value in enumerate(sums)} | {Role(Kind.OUTPUT, k): v for k, v in enumerate(states)}
+    step = builder.graph(outputs)
+    firsts = {a.role: a.storage for a in main.reads if a.kind == "row"}
+    storage = dict.fromkeys([*step.inputs, *step.outputs], dtype) | {Role(Kind.STATE, k): firsts[role] for k, role in enumerate(rows)}
+    chunk = chunk_in_registers(len(given), len(rows), len(step.nodes), dtype.itemsize, False)
+    made = plan_forward(step, storage, chunk=chunk, checkpoint=False, sequences=False)
+    return dataclasses.replace(made, writes=tuple([a for a in made.writes if a.kind == "sequence"]))
 
 
 def why_in_order(step: Graph, carried: Sequence[Role]) -> str:

@@ -72,6 +72,7 @@ class KernelPlan:
         chunk: steps from checkpoint to checkpoint.
         longest: the chunk of the kernel for any number of steps, if this one is for few.
         matrix: of a kernel over parts of time (`parallel_time.py`), the entries of the matrix that it carries: row and column.
+        over_parts: whether each of its programs walks one part of time, whose steps are an argument of the kernel.
         numbers: whether constants of the core are arguments of the kernel, which serves others then; else they are part of its text.
     """
 
@@ -85,6 +86,7 @@ class KernelPlan:
     longest: int | None = None
     numbers: bool = True
     matrix: tuple[tuple[int, int], ...] = ()
+    over_parts: bool = False
 
     @property
     def step(self) -> Graph:

@@ -25,7 +25,6 @@ from .._ir.roles import Kind, Role, of_kind, roles
 from .._plan import parallel_time, plan
 from .._runtime.backends import BACKENDS, Kernel, NoKernel
 from .._runtime.cpp_kernel import Later
-from .._runtime.parallel_time import ParallelInTime
 from .._torch.tensors import is_symbolic
 from ..errors import CannotFuseError
 from .captured import Blueprint, draw
@@ -149,7 +148,7 @@ class Program:
         """Return the kernel that may walk parts of time side by side, where the backend and the step allow it: a backward, whose bits are
         its own; and a forward that need not be exact."""
         back, chunk = kernel.plan.direction == "backward", kernel.plan.chunk
-        if not self.backend.parallel_in_time or not kernel.plan.writes or not (back or not self.sig.exact):
+        if not kernel.plan.writes or not (back or not self.sig.exact):
             return kernel
         if back:
             wanted, cotangents = flags
@@ -162,7 +161,7 @@ class Program:
         if plans is None:
             return kernel
         matrix, walk = (plan.with_parts(made, parts_of_one(params)) for made in plans)
-        return ParallelInTime(kernel, matrix, walk, lambda made: self.backend.load(made, self.backend.render(made)))
+        return self.backend.parallel_in_time(kernel, matrix, walk, lambda made: self.backend.load(made, self.backend.render(made)))
 
     def expect(self, T: int, direction: str, *flags: Any) -> None:
         """Start to build a kernel that `kernel` is asked for soon, where the backend can."""

@@ -7,9 +7,8 @@ from typing import Any
 
 from .._ir.roles import Kind, of_kind
 from .._operator.call import Call
-from .._plan.parallel_time import steps_of_part, why_in_order
+from .._plan.parallel_time import why_in_order
 from .._plan.plan import KernelPlan
-from .._runtime import parallel_time
 from .._runtime.launch import Launch
 from ..errors import as_shown
 
@@ -60,10 +59,11 @@ def launch_words(launch: dict[str, Any]) -> str:
 def walk_words(made: KernelPlan, launch: Launch, call: Call) -> str:
     """Return a line on how parts of time are walked, or why not, where the sizes of the call ask for it."""
     program, back = call.program, made.direction == "backward"
-    asked = program.backend.parallel_in_time and (back or not program.sig.exact)
-    if not asked or not parallel_time.fit(call.T, call.shapes.numel):
+    sizes = call.T, call.shapes.numel
+    if not (back or not program.sig.exact) or not program.backend.parallel_in_time.fit(*sizes):
         return ""
     if launch.parallel_in_time:
-        return f"\n  walks {call.T // steps_of_part(made.chunk)} parts of time side by side, of {steps_of_part(made.chunk)} steps each"
+        parts, steps = launch.parallel_in_time.cut(*sizes)
+        return f"\n  walks {parts} parts of time side by side, of {steps} steps each"
     graph, kind = (program.vjp.graph, Kind.STATE_GRAD) if back else (program.graph, Kind.STATE)
     return f"\n  walks one step after the other: {why_in_order(graph, of_kind(graph.outputs, kind))}"

@@ -13,8 +13,9 @@ from .._codegen import cpp as render_cpp
 from .._codegen import triton as render_triton
 from .._plan import plan
 from ..errors import BackendError, BackendUnavailableError
-from . import cpp_kernel
+from . import cpp_kernel, parallel_time
 from .triton import kernel as triton_kernel
+from .triton import parallel_time as triton_parallel_time
 
 Run = Callable[[list[Tensor], Sequence[int]], None]
 
@@ -69,9 +70,11 @@ class Backend:
             checkpoints are stored.
         chunk_for: steps of a chunk in calls of T steps, of that and T.
         refuses: why it cannot run on a device, or None.
+        parallel_in_time: what runs parts of time side by side in place of a kernel; it is made of that kernel, the plans of
+            `_plan/parallel_time.py` and what loads a plan. `fit(T, N)`: whether it does so at these sizes; `cut(T, N)`: how many parts
+            there are, and of how many steps.
         lazy: kernels are built for the sizes of a call; their `expect` starts that early.
         start: plan and source of a kernel that `load` is asked for soon; it is built meanwhile. None where `expect` serves.
-        parallel_in_time: its kernels can walk parts of time side by side.
     """
 
     devices: frozenset[str]
@@ -80,19 +83,19 @@ class Backend:
     chunk: Callable[[int, int, int, int, bool], int]
     chunk_for: Callable[[int, int], int]
     refuses: Callable[[torch.device], str | None]
+    parallel_in_time: type[parallel_time.ParallelInTime] | type[triton_parallel_time.ParallelInTime]
     lazy: bool = False
     start: Callable[[plan.KernelPlan, str], None] | None = None
-    parallel_in_time: bool = False
 
 
 BACKENDS = {
     "cpp": Backend(
         frozenset({"cpu"}), render_cpp.render, cpp_kernel.load, plan.chunk_in_cache, lambda chunk, T: chunk, cpp_kernel.check_device,
-        start=cpp_kernel.start, parallel_in_time=True,
+        parallel_time.ParallelInTime, start=cpp_kernel.start,
     ),
     "triton": Backend(
         frozenset({"cuda"}), render_triton.render, triton_kernel.load, plan.chunk_in_registers, plan.chunk_for,
-        triton_kernel.check_device, lazy=True,
+        triton_kernel.check_device, triton_parallel_time.ParallelInTime, lazy=True,
     ),
 }  # fmt: skip
 _ALIASES = {"inductor": "triton", "hop": "auto"}  # names that earlier programs gave

@@ -54,7 +54,8 @@ class Launch:
         writes: role, shape and dtype of every array to allocate.
         places: where in `writes` a role stands.
         strides: of the arrays of `writes`.
-        parallel_in_time: whether parts of time may run side by side, if there are many steps of few neurons.
+        parallel_in_time: what runs parts of time side by side, if there are many steps of few neurons; None where the step does not
+            allow it.
     """
 
     def __init__(
@@ -77,8 +78,14 @@ class Launch:
         given = {role: place for place, role in enumerate((*roles, *self.params)) if role is not None}
         self._reads = [given[a.role] for a in kernel.plan.reads if a.role in given]
         present = [a.role in given for a in kernel.plan.reads] + [a.role in self.places for a in kernel.plan.writes]
-        self.parallel_in_time = kernel is not self.kernel
+        self.parallel_in_time = kernel if kernel is not self.kernel else None
+        if self._gpu is not None and self.parallel_in_time is not None:
+            self.expect()  # there are several
         self._run, self._profiling = kernel.bind(present, T, self.numel), profiler_flag()
+
+    def expect(self) -> None:
+        """Start to build what it runs, on a GPU."""
+        (self.parallel_in_time or self.kernel).expect(self.numel, self._gpu, T=self.T)
 
     def __call__(self, operands: Sequence[Tensor | None], params: Mapping[Role, Tensor]) -> list[Tensor]:
         """Run; returns what was written, in the order of `writes`."""

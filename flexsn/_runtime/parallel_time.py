@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 MOST_NEURONS, LEAST_STEPS = 4, 8192
 
 
-def fit(T: int, N: int) -> bool:
-    """Whether parts of time are walked side by side in calls of these sizes."""
-    return 0 < N <= MOST_NEURONS and T >= LEAST_STEPS
-
-
 class ParallelInTime:
     """A kernel, and those that walk parts of time in its place, which are loaded when a call needs them.
 
@@ -39,13 +34,23 @@ class ParallelInTime:
     def __init__(self, main: Any, matrix: KernelPlan, walk: KernelPlan, load: Callable[[KernelPlan], Any]):
         self.main, self._matrix, self._walk, self._load = main, matrix, walk, load
 
+    @staticmethod
+    def fit(T: int, N: int) -> bool:
+        """Whether parts of time are walked side by side in calls of these sizes."""
+        return 0 < N <= MOST_NEURONS and T >= LEAST_STEPS
+
+    def cut(self, T: int, N: int) -> tuple[int, int]:
+        """Return how many parts there are, and of how many steps; fewer are left."""
+        steps = steps_of_part(self.main.plan.chunk)
+        return T // steps, steps
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.main, name)
 
     def bind(self, present: Sequence[bool], T: int, N: int) -> Run:
         """As `Kernel.bind`."""
         plain = self.main.bind(present, T, N)
-        if not fit(T, N):
+        if not self.fit(T, N):
             return plain
         walk = _Forward if self.main.plan.direction == "forward" else _Backward
         matrix, kernel = self._load(self._matrix), self._load(self._walk)

@@ -40,6 +40,7 @@ from flexsn._codegen.language import values
 from flexsn._plan import plan
 from flexsn._program import compiled as compiling
 from flexsn._runtime.triton import kernel as launch_triton
+from flexsn._runtime.triton import parallel_time
 from flexsn._runtime.triton import passes as launch_passes
 from flexsn._runtime.triton import tiles as triton_tiles
 from flexsn._runtime.triton.tiles import tile_for
@@ -644,13 +645,13 @@ def watched(monkeypatch):
         touches(pointers, mask, True)
         return store(self, pointers, value, mask, *rest)
 
-    def interpret(self, arrays, dims, sizes):
+    def interpret(self, arrays, dims, sizes, parts):
         N = sizes[len(values(self.plan)) + 1]
         held = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         spans[:] = [(t.data_ptr(), t.data_ptr() + t.nbytes, i >= len(self.plan.reads)) for i, t in enumerate(arrays) if t is not None]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.function[(-(-N // 4),)](*held, *dims, *sizes, BLOCK=4, AHEAD=ahead[0])
+            self.function[(-(-N // 4), parts)](*held, *dims, *sizes, BLOCK=4, AHEAD=ahead[0])
 
     monkeypatch.setattr(builder, "create_masked_load", watched_load)
     monkeypatch.setattr(builder, "create_masked_store", watched_store)
@@ -666,6 +667,18 @@ def test_nothing_outside_of_the_arrays_is_touched(watched, poison, T, ahead):
     for state in (None, torch.randn(3, 5)):
         fused(leaky, [torch.randn(T, 3, 5)], [state], [torch.rand(3, 1)])
         fused(adlif, [torch.randn(T, 3, 5)] * 2, [state, None], [torch.rand(()), torch.rand(3, 5)], sequences=True)
+
+
+@interpreted
+@pytest.mark.parametrize("ahead", [False, True])
+def test_parts_of_time_touch_nothing_outside(watched, poison, monkeypatch, ahead):
+    monkeypatch.setattr(parallel_time, "LEAST_STEPS", 33)
+    assert parallel_time.ParallelInTime.fit(35, 6)
+    watched(ahead)
+    for state in (None, torch.randn(3, 2)):
+        fused(adlif, [torch.randn(35, 3, 2)] * 2, [state, None], [torch.rand(()), torch.rand(3, 2)], sequences=True)
+        with torch.no_grad():
+            flexsn.scan(leaky, [torch.randn(35, 3, 2)], [state], [torch.rand(3, 1)], exact=False, backend="triton")
 
 
 @pytest.mark.parametrize("N", [1, 2, 127, 128, 129, 300])

@@ -107,16 +107,20 @@ class Kernel:
         other.plan, other._numbers, other._shared = plan, values(plan), self
         return other
 
-    def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
+    def bind(
+        self, present: Sequence[bool], T: int, N: int, parts: int = 1, steps: int = 0
+    ) -> Callable[[list[Tensor], Sequence[int]], None]:
         """Return what runs it over T steps of N neurons, on the current device.
 
         Args:
             present: of each of `plan.arguments`, whether it is there.
+            parts, steps: of a plan over parts of time, how many there are, and of how many steps.
 
         Returns:
             `run(arrays, dims)`: the arguments that are there, in dense memory; two sizes per param.
         """
-        sizes = (*self._numbers, T, N, *packed([present[place] for place in self._nullable]))
+        cut = (steps,) if self.plan.over_parts else ()
+        sizes = (*self._numbers, T, N, *cut, *packed([present[place] for place in self._nullable]))
         absent = [place for place, there in enumerate(present) if not there]
 
         def run(arrays: list[Tensor], dims: Sequence[int]) -> None:
@@ -129,11 +133,11 @@ class Kernel:
                 pointers.insert(place, 0)
             key = N, index, not address % 16
             launch, grid, function, fixed, constants = self._ready.get(key) or self.prepare(*key)
-            launch(grid, 1, 1, current_stream(index), function, *fixed, *pointers, *dims, *sizes, *constants)
+            launch(grid, parts, 1, current_stream(index), function, *fixed, *pointers, *dims, *sizes, *constants)
 
         def interpret(arrays: list[Tensor], dims: Sequence[int]) -> None:
             there = iter(arrays)
-            self._interpret([next(there) if is_there else None for is_there in present], dims, sizes)
+            self._interpret([next(there) if is_there else None for is_there in present], dims, sizes, parts)
 
         if T == 0 or N == 0:
             return lambda arrays, dims: None
@@ -159,8 +163,9 @@ class Kernel:
         """Return the tile for N neurons on a GPU."""
         return tiles.tile_for(self.plan, N, _processors(index), aligned)
 
-    def expect(self, N: int, index: int, aligned: bool = True) -> Future:
-        """Start to build what a call with N neurons on a GPU needs; the first time, then also what calls of any other size need."""
+    def expect(self, N: int, index: int, aligned: bool = True, T: int | None = None) -> Future:
+        """Start to build what a call with N neurons on a GPU needs; the first time, then also what calls of any other size need. Kernels of
+        this plan serve all `T` of a class."""
         first = self.expect_tile(self.tile(N, index, aligned), index)
         if index not in self._expected:
             self._expected.add(index)
@@ -227,7 +232,7 @@ class Kernel:
         kinds += ["i64"] * (2 * sum(a.kind == "param" for a in self.plan.reads))
         kinds += [*(COMPUTE[node.dtype].replace("tl.float", "fp") for node in numbers(self.plan)), "i32", "i64"]
         size = len(kinds) - 1
-        kinds += [*(["i32"] * len(flags(self.plan))), "constexpr", "constexpr"]
+        kinds += [*(["i32"] * (self.plan.over_parts + len(flags(self.plan)))), "constexpr", "constexpr"]
         constants = {(len(kinds) - 2,): tile.block, (len(kinds) - 1,): tile.ahead}
         even = [i for i, kind in enumerate(kinds) if tile.aligned and (kind[0] == "*" or i == size)]
         attributes = {(i,): [["tt.divisibility", 16]] for i in even}
@@ -241,14 +246,14 @@ class Kernel:
                 hint="Run `flexsn.scan(..., backend='torch')` meanwhile, and report the core: generated source should always build.",
             ) from error
 
-    def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], sizes: Sequence[Any]) -> None:
+    def _interpret(self, arrays: Sequence[Tensor | None], dims: Sequence[int], sizes: Sequence[Any], parts: int) -> None:
         N = sizes[len(self._numbers) + 1]
         block = min(128 if N <= 4096 else 1024, 1 << (N - 1).bit_length())
         addresses([t for t in arrays if t is not None])
         present = [torch.zeros((), dtype=a.storage) if t is None else t for a, t in zip(self.plan.arguments, arrays, strict=True)]
         taken = [t.float() if t.dtype is torch.bfloat16 else t for t in present]  # the interpreter rounds bfloat16 towards zero
         with interpreting():
-            self.function[(math.ceil(N / block),)](*taken, *dims, *sizes, BLOCK=block, AHEAD=True)
+            self.function[(math.ceil(N / block), parts)](*taken, *dims, *sizes, BLOCK=block, AHEAD=True)
         for given_one, used in list(zip(present, taken, strict=True))[len(self.plan.reads) :]:
             if used is not given_one:
                 given_one.copy_(used)

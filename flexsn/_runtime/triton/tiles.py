@@ -40,11 +40,11 @@ def tile_for(plan: KernelPlan, N: int, processors: int, aligned: bool) -> Tile:
     (benchmarks/results/gpu_tune_h200.json): within 5% of the best tile for LIF, adaptive LIF and Hodgkin-Huxley at the sizes there
     and the chunks that the plan chooses. The largest cores load ahead in the backward alone, as 64 branches of `benchmarks/inner.py` do
     fastest on an H100 at 256, 4,096 and 262,144 neurons. NVIDIA's assembler, unless it is
-    told `-O1`, gives some of these 32 registers, and keeps the rest in memory.
+    told `-O1`, gives some of these 32 registers, and keeps the rest in memory. Parts of time side by side fill a GPU whatever N is.
     """
     if len(plan.step.nodes) > _LARGEST_CORES:
         return Tile(64, 2, ahead=plan.direction == "backward", ptxas="-O1")
-    if WIDE * processors >= N:
+    if WIDE * processors >= N or plan.over_parts:
         return Tile(64, 2, ahead=True)
     if not aligned or len(plan.step.nodes) > _LARGE_CORE:
         return Tile(64, 2, ahead=False)
