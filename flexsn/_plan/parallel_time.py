@@ -15,7 +15,7 @@ import torch
 from .._ir.affine import MOST_STATES, coupled, with_matrix
 from .._ir.graph import Builder, Graph, Node
 from .._ir.roles import Kind, Role, of_kind, roles
-from .plan import Array, KernelPlan, chunk_in_registers, plan_backward, plan_forward
+from .plan import Array, KernelPlan, plan_backward, plan_forward
 
 LONGEST = 256  # steps of a part: `A` is a product over so many, which overflows later than one over more
 
@@ -109,9 +109,13 @@ def _from_part_to_part(main: KernelPlan, matrix: KernelPlan) -> KernelPlan:
     step = builder.graph(outputs)
     firsts = {a.role: a.storage for a in main.reads if a.kind == "row"}
     storage = dict.fromkeys([*step.inputs, *step.outputs], dtype) | {Role(Kind.STATE, k): firsts[role] for k, role in enumerate(rows)}
-    chunk = chunk_in_registers(len(given), len(rows), len(step.nodes), dtype.itemsize, False)
-    made = plan_forward(step, storage, chunk=chunk, checkpoint=False, sequences=False)
+    made = plan_forward(step, storage, chunk=_chunk_of_values(len(given)), checkpoint=False, sequences=False)
     return dataclasses.replace(made, writes=tuple([a for a in made.writes if a.kind == "sequence"]))
+
+
+def _chunk_of_values(values: int) -> int:
+    """Return the steps of a chunk: a thread holds two, one of them read ahead, where a step reads so many values and does little."""
+    return max(1, min(16, 1 << (64 // values).bit_length() >> 1))
 
 
 def why_in_order(step: Graph, carried: Sequence[Role]) -> str:
