@@ -69,7 +69,7 @@ examples: $(READY) ## train every example at full scale (minutes): demo_output/<
 test: $(READY) ## the quick tests, two cases of those that have many: 9 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not full and not gpu"
 
-test-slow: $(READY) ## the slow tests, and four more cases of those that have many
+test-slow: $(READY) ## the slow tests, and three more cases of those that have many
 	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not full and not gpu"
 
 test-full: $(READY) ## all tests, of all cases: an hour and more on 2 cores; before a release

@@ -95,7 +95,7 @@ def pytest_configure(config):
 
 
 QUICK_CASES = 2
-SLOW_CASES = 4
+SLOW_CASES = 3
 
 
 def spread(cases, count):
@@ -104,7 +104,7 @@ def spread(cases, count):
 
 
 def mark_most_cases_slow(items):
-    """Of a test with many cases, `make test` runs the first and the last, `make test-slow` four others, and `make test-full` all."""
+    """Of a test with many cases, `make test` runs the first and the last, `make test-slow` three others, and `make test-full` all."""
     tests = collections.defaultdict(list)
     for item in items:
         if not item.get_closest_marker("slow"):

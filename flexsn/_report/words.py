@@ -57,13 +57,22 @@ def launch_words(launch: dict[str, Any]) -> str:
 
 
 def walk_words(made: KernelPlan, launch: Launch, call: Call) -> str:
-    """Return a line on how parts of time are walked, or why not, where the sizes of the call ask for it."""
-    program, back = call.program, made.direction == "backward"
-    sizes = call.T, call.shapes.numel
-    if not (back or not program.sig.exact) or not program.backend.parallel_in_time.fit(*sizes):
+    """Return a line on how parts of time are walked, or could be, or why not, where the sizes of the call ask for it."""
+    program, back, sizes = call.program, made.direction == "backward", (call.T, call.shapes.numel)
+    if not program.backend.parallel_in_time.fit(*sizes):
         return ""
     if launch.parallel_in_time:
         parts, steps = launch.parallel_in_time.cut(*sizes)
         return f"\n  walks {parts} parts of time side by side, of {steps} steps each"
     graph, kind = (program.vjp.graph, Kind.STATE_GRAD) if back else (program.graph, Kind.STATE)
-    return f"\n  walks one step after the other: {why_in_order(graph, of_kind(graph.outputs, kind))}"
+    why = why_in_order(graph, of_kind(graph.outputs, kind))
+    if back or not program.sig.exact:
+        return f"\n  walks one step after the other: {why}"
+    return "" if why else "\n  walks one step after the other; `exact=False` would walk parts of time side by side"
+
+
+def inexact_gains(call: Call) -> bool:
+    """Whether `exact=False` would walk parts of time side by side."""
+    program = call.program
+    fits = program.sig.exact and program.backend.parallel_in_time.fit(call.T, call.shapes.numel)
+    return fits and not why_in_order(program.graph, of_kind(program.graph.outputs, Kind.STATE))

@@ -17,7 +17,6 @@ from .._plan.parallel_time import steps_of_part
 from .._plan.plan import KernelPlan
 
 if TYPE_CHECKING:
-    from .backends import Run
     from .cpp_kernel import Kernel
 
 # Where a vector of neurons is nearly empty, and there is time for parts to fill it. The choice depends on sizes alone, never on the
@@ -47,7 +46,7 @@ class ParallelInTime:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.main, name)
 
-    def bind(self, present: Sequence[bool], T: int, N: int) -> Run:
+    def bind(self, present: Sequence[bool], T: int, N: int) -> Callable[[list[Tensor], Sequence[int]], None]:
         """As `Kernel.bind`."""
         plain = self.main.bind(present, T, N)
         if not self.fit(T, N):

@@ -273,7 +273,7 @@ def is_light(found):
         pytest.param("sm_90", "every", ["lif"], marks=pytest.mark.full),
         pytest.param("sm_90", "one", [n for n in BUILT if n != "lif"], marks=pytest.mark.full),
         pytest.param("sm_90", "one", ["lif", "params"], marks=pytest.mark.slow),
-        pytest.param("sm_80", "one", ["lif", "params"], marks=pytest.mark.slow),
+        pytest.param("sm_80", "one", ["lif", "params"], marks=pytest.mark.full),
         pytest.param("sm_100", "one", ["lif"], marks=pytest.mark.full),
     ],
     ids=["sm_90-lif", "sm_90-rest", "sm_90", "sm_80", "sm_100"],
@@ -466,7 +466,7 @@ print(json.dumps([len(b.asm["cubin"]) > 0 for b in builds]))
     assert child(["-c", code], TRITON_CACHE_DIR=str(tmp_path)) == [True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_builds_for_amd():
     """All but those that call libdevice, which is CUDA's: these say so."""
     names = ["lif", "params", *NEEDS_LIBDEVICE]

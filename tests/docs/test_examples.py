@@ -16,8 +16,10 @@ CHANCE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHANCE)
+SLOW = ("japanese_vowels", "shd_like", "gru_as_a_core")  # a whole example each; the others are run by `make test-full`
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.full) for name in CHANCE])
 def test_quick_run_learns_and_reports(name, tmp_path):
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick", "--seed", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -1,6 +1,7 @@
 """Few neurons over many steps: parts of time side by side give what one walk gives, up to rounding."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -293,6 +294,16 @@ def test_explain_says_how_time_is_walked():
     assert "side by side" not in str(flexsn.explain(lif, x[:100], states=(None,)))
 
 
+def test_explain_says_where_exact_false_would_pay():
+    def leaky_of_one(x, v):
+        return leaky(x, v, 0.05)
+
+    said = str(flexsn.explain(leaky_of_one, torch.randn(STEPS, 2), states=(None,)))
+    assert re.search(r"`exact=False` would walk parts of time side by side: \d+\.\d times as fast here", said)
+    for core, steps in ((lif, STEPS), (leaky_of_one, 100)):
+        assert "would walk" not in str(flexsn.explain(core, torch.randn(steps, 2), states=(None,), measure=False))
+
+
 def test_complex_states(forwards):
     """A diagonal state-space neuron, whose one complex state is two values."""
     pole = torch.tensor([0.9 + 0.3j, 0.8 - 0.5j])
@@ -330,3 +341,26 @@ def test_modules_and_compiled_calls_take_it(forwards):
         neuron.reset()
         torch.testing.assert_close(torch.compile(neuron, fullgraph=True, backend="aot_eager")(x), expected)
     assert len(forwards) == 2
+
+
+def test_vmap_takes_it(forwards, walks):
+    x = torch.randn(5, STEPS, 2)
+
+    def loss(x):
+        return flexsn.scan(leaky, (x,), (None,), (torch.tensor(0.05),), exact=False).outputs[0].square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss))(x[:, :, :1])
+    expected = torch.stack([torch.func.grad(loss)(part) for part in x[:, :, :1]])
+    torch.testing.assert_close(found, expected)
+    assert forwards and walks  # of one neuron; five of them walk in order
+
+
+def test_exported_programs_take_it(forwards, tmp_path):
+    neuron = flexsn.LeakyIntegrator(tau=20.0, exact=False, stateful=False)
+    x = torch.randn(STEPS, 2)
+    program = torch.export.export(neuron, (x,))
+    torch.export.save(program, tmp_path / "neuron.pt2")
+    forwards.clear()
+    found = torch.export.load(tmp_path / "neuron.pt2").module()(x)
+    assert len(forwards) == 1
+    torch.testing.assert_close(found, neuron(x))

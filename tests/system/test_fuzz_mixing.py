@@ -29,7 +29,7 @@ def test_random_cores_that_mix_neurons(first):
     judged(first, first + (40 if first else 8))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_random_cores_that_mix_neurons_as_users_get_them(threads):
     threads(2)
     judged(200, 216, batch.AS_USERS_GET_THEM)
