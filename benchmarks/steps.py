@@ -3,13 +3,15 @@
 `flexsn.over_time` of a feed-forward network beside the same layers called one by one on whole sequences, and beside a loop over the
 network in single steps. Then `flexsn.scan` of cores with mixing calls (two layers in one core, two layers with feedback, an LSTM with one
 product for its gates, a norm, a sum, a softmax or a convolution inside the recurrence) beside a plain loop over `x.unbind(0)`. All in turns, inference and training steps;
-results are compared first. `--device cuda` runs it on a GPU.
+results are compared first. `--device cuda` runs it on a GPU: there also recurrent LIF, adaptive LIF, LSTM and GRU under autocast to bfloat16, a
+recurrence of 4,096 neurons, each call and the loop in a CUDA graph (that is, without the time of Python), and for what runs in CUDA graphs the loop of a compiled step.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import platform
@@ -133,7 +135,7 @@ def network_case(make: Callable[[], tuple[list[nn.Module], list[int]]], device: 
 def cores(width: int, device: str) -> dict[str, tuple[Callable, int, list[nn.Parameter]]]:
     torch.manual_seed(0)
     layers = [nn.Linear(width, width, device=device) for _ in range(3)]
-    gates = [nn.Linear(width, 4 * width, device=device) for _ in range(2)]
+    gates, gates_of_3 = ([nn.Linear(width, many * width, device=device) for _ in range(2)] for many in (4, 3))
     first, second, back = layers
     norm, filters = nn.LayerNorm(width, device=device), nn.Conv2d(8, 8, 3, padding=1, device=device)
 
@@ -156,6 +158,25 @@ def cores(width: int, device: str) -> dict[str, tuple[Callable, int, list[nn.Par
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(u)
         h = torch.sigmoid(o) * torch.tanh(c)
         return h, h, c
+
+    def gru(x: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        (xr, xz, xn), (hr, hz, hn) = gates_of_3[0](x).chunk(3, -1), gates_of_3[1](h).chunk(3, -1)
+        z = torch.sigmoid(xz + hz)
+        h = (1.0 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * h
+        return h, h
+
+    def lif(x: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        h = v + (2.0 * x + back(s) - v) / 2.0
+        s = flexsn.surrogate.atan(h - 1.0)
+        return s, h * (1.0 - s), s
+
+    def wide(x: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        return lif(x, v, s)
+
+    def alif(x: Tensor, v: Tensor, a: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        h = v + (2.0 * x + back(s) - v) / 2.0
+        s = flexsn.surrogate.atan(h - 1.0 - 0.2 * a)
+        return s, h * (1.0 - s), a * 0.95 + s, s
 
     def normed(x: Tensor, v: Tensor, s: Tensor) -> tuple[Tensor, ...]:
         h = v + (norm(x + first(s)) - v) / 2.0
@@ -181,38 +202,68 @@ def cores(width: int, device: str) -> dict[str, tuple[Callable, int, list[nn.Par
         return convolved(x, v, s)
 
     own = {two_layers: [first, second], feedback: layers, lstm: gates, normed: [first, norm], inhibited: [], competing: []}
-    own |= {convolved: [filters], convolved_small: [filters]}
+    own |= {convolved: [filters], convolved_small: [filters], lif: [back], alif: [back], gru: gates_of_3, wide: [back]}
     states = {two_layers: 2, feedback: 3, lstm: 2, normed: 2, inhibited: 2, competing: 1, convolved: 2, convolved_small: 2}
+    states |= {lif: 2, alif: 3, gru: 1, wide: 2}
     return {core.__name__: (core, states[core], [p for layer in own[core] for p in layer.parameters()]) for core in own}
 
 
 STEPS = {"convolved": (16, 8, 32, 32), "convolved_small": (2, 8, 8, 8)}  # of others [batch, width]
+WIDE = 4096
+IN_GRAPHS = ("convolved", "convolved_small", "wide")  # on a GPU
+IN_BFLOAT16 = ("lif", "alif", "lstm", "gru")
 
 
-def core_case(name: str, T: int, batch: int, width: int, device: str, repeats: int) -> dict:
+def core_case(name: str, T: int, batch: int, width: int, device: str, repeats: int, *, bf16: bool = False) -> dict:
+    width = WIDE if name == "wide" else width
     core, count, params = cores(width, device)[name]
     step = STEPS.get(name, (batch, width))
     x, rest = torch.randn(T, *step, device=device), [torch.zeros(step, device=device)] * count
 
+    precision = torch.autocast(device, torch.bfloat16, enabled=bf16, cache_enabled=False)
+
     def fused(x: Tensor) -> Tensor:
-        return flexsn.scan(core, [x], rest, strict=True).outputs[0]
+        with precision:
+            return flexsn.scan(core, [x], rest, strict=True).outputs[0]
 
-    def loop(x: Tensor) -> Tensor:
+    def loop(x: Tensor, core: Callable = core) -> Tensor:
         states, found = rest, []
-        for step in x.unbind(0):
-            y, *states = core(step, *states)
-            found.append(y)
-        return torch.stack(found)
+        with precision:
+            for step in x.unbind(0):
+                y, *states = core(step, *states)
+                found.append(y)
+            return torch.stack(found)
 
+    runs: dict[str, Callable[[Tensor], Tensor]] = {"flexsn": fused, "loop": loop}
+    if device == "cuda" and name in IN_GRAPHS:
+        runs["loop of a compiled step"] = functools.partial(loop, core=torch.compile(core))
     with torch.no_grad():
         same = (fused(x) == loop(x)).float().mean().item()
-    return {
-        "core": name,
-        "T": T,
-        "step": step,
-        "equal": same,
-        **passes({"flexsn": fused, "loop": loop}, x, params, repeats),
-    }
+    found = {"core": name, "T": T, "step": step, "bfloat16": bf16, "equal": same, **passes(runs, x, params, repeats)}
+    return {**found, "without_python": captured(runs, x, params, repeats)} if device == "cuda" else found
+
+
+def graphed(run: Callable[[], object]) -> Callable[[], object]:
+    """Return what replays, in a CUDA graph, all that a function launches; what it reads was made on the current stream, not the legacy one."""
+    graph = torch.cuda.CUDAGraph()
+    run()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        kept = run()  # the memory of the results
+    return lambda: (graph.replay(), kept)
+
+
+def captured(runs: dict[str, Callable[[Tensor], Tensor]], x: Tensor, params: Sequence[Tensor], repeats: int) -> dict:
+    """Time inference and training steps of flexsn and of the loop, each replayed in a CUDA graph."""
+    leaf, cotangent = x.clone().requires_grad_(), torch.randn_like(runs["loop"](x))
+
+    def infer(run: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        return graphed(torch.no_grad()(functools.partial(run, x)))
+
+    def train(run: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        return graphed(lambda: torch.autograd.grad(run(leaf), [leaf, *params], cotangent, allow_unused=True))
+
+    kinds, taken = {"inference": infer, "training": train}, ("flexsn", "loop")
+    return {kind: with_ratios(in_turns({name: how(runs[name]) for name in taken}, repeats)) for kind, how in kinds.items()}
 
 
 def main() -> None:
@@ -220,18 +271,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--cores", action="store_true", help="cores alone, without the networks")
     options = parser.parse_args()
     load, device, repeats = os.getloadavg()[0], options.device, options.repeats
+    if device == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # the legacy stream cannot be captured
     found = {
         "machine": machine(), "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "date": datetime.date.today().isoformat(),
         "threads": torch.get_num_threads(), "repeats": repeats, "load_before": load,
-        "networks": [network_case(make, device, repeats) for make in (dense, events, small, convolutional)],
-        "cores": [core_case(name, 100, 64, 256, device, repeats) for name in cores(8, device)],
+        "networks": [network_case(make, device, repeats) for make in (() if options.cores else (dense, events, small, convolutional))],
+        "cores": [],
     }  # fmt: skip
-    print(json.dumps(found, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found["networks"], indent=1), flush=True)
+    cases = [(name, 128, True) for name in IN_BFLOAT16 if device == "cuda"]
+    cases += [(name, 64, False) for name in reversed(cores(8, device)) if name != "wide" or device == "cuda"]
+    for name, batch, bf16 in cases:
+        found["cores"].append(core_case(name, 100, batch, 256, device, repeats, bf16=bf16))
+        print(json.dumps(found["cores"][-1], indent=1), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
