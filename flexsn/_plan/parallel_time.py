@@ -94,9 +94,10 @@ def carried_rows(matrix: KernelPlan) -> list[Role]:
 
 
 def _from_part_to_part(main: KernelPlan, matrix: KernelPlan) -> KernelPlan:
-    """Return the forward kernel over parts, `x* = b, A` and `v* = what is carried`, that gives what comes in at each."""
+    """Return the forward kernel over parts, `x* = b, A` and `v* = what is carried`, that gives what comes in at each. Cores that carry
+    alike share it."""
     rows, dtype = carried_rows(matrix), matrix.carried[0].compute
-    builder = Builder(f"{main.core}_from_part_to_part")
+    builder = Builder("from_part_to_part")
     names = [*rows, *(f"d{row}{column}" for row, column in matrix.matrix)]
     given = [builder.input(Role(Kind.INPUT, k), dtype, f"{name}_part") for k, name in enumerate(names)]
     states = [builder.input(Role(Kind.STATE, k), dtype, name) for k, name in enumerate(rows)]
