@@ -4,6 +4,7 @@ Checks are the functions named `check_*`; they run in several processes at once 
 """
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flexsn
 from flexsn import neuron_parallel, surrogate
+from flexsn._runtime import parallel_time
 from flexsn.errors import FallbackWarning, ShardingError
 
 T, SHAPE = 9, (4, 8, 6)  # batch, channels, space: the last is not divisible by four
@@ -437,6 +439,33 @@ def check_parallel_transformer(rank, world):
     x = random(T, 2, 3, 16)
     dist.broadcast(x, 0)
     same_after_backward(block(), net, x)
+
+
+def check_parts_of_time(rank, world):
+    """Few neurons over many steps, of which every rank has some."""
+
+    def leaky(x, v):
+        v = v + (x - v) * 0.05
+        return v, v
+
+    mesh, kinds, operands = init_device_mesh(device(), (world,)), [], parallel_time._Walk.operands
+
+    def noted(self, arrays):
+        kinds.append(self.kind.name)
+        return operands(self, arrays)
+
+    x = random(2401, 4)
+    dist.broadcast(x, 0)
+    found = []
+    with mock.patch.object(parallel_time, "LEAST_STEPS", 2048), mock.patch.object(parallel_time._Walk, "operands", noted):
+        for given in (x, distribute_tensor(x, mesh, [Shard(1)])):
+            leaf = given.detach().requires_grad_()
+            y = flexsn.scan(leaky, (leaf,), (None,), exact=False).outputs[0]
+            y.square().sum().backward()
+            found.append((full(y), full(leaf.grad)))
+    assert kinds == ["STATE", "STATE_GRAD"] * 2 or device() == "cuda"
+    for a, b in zip(*found, strict=True):
+        close(a, b)
 
 
 def check_compiled(rank, world):
