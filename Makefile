@@ -70,7 +70,7 @@ test: $(READY) ## the quick tests, two cases of those that have many: 9 minutes 
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not full and not gpu"
 
 test-slow: $(READY) ## the slow tests, and three more cases of those that have many
-	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not full and not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not full and not gpu" $(TESTS)
 
 test-full: $(READY) ## all tests, of all cases: an hour and more on 2 cores; before a release
 	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
