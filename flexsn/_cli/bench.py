@@ -56,7 +56,8 @@ def _need_matplotlib() -> None:
 
 def _text(data: dict[str, Any]) -> str:
     lines = [f"T and step shape {data['shape']} on {data['device']}, {data['threads']} threads, torch {data['torch']}"]
-    lines.append("Times of whole calls, the shortest of several. Bound: a copy that moves as many bytes.")
+    lines.append("Times of whole calls, the shortest of several, and how many times as long as flexsn's, or as the bound's, that is.")
+    lines.append("Bound: a copy that moves as many bytes.")
     for case in data["cases"]:
         for mode, found in case["modes"].items():
             facts = f"{found['bytes_per_neuron_step']:g} B and {found['operations_per_neuron_step']} operations per neuron-step"

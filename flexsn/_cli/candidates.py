@@ -66,7 +66,7 @@ def compare(name: str, sizes: tuple[int, ...], device: torch.device, *, peers: b
     candidates = [Candidate("flexsn", _scan(core, states, "auto")), Candidate("eager loop", _scan(core, states, "torch"))]
     if name in AFFINE:
         parts = BACKENDS[backend_of(device)].parallel_in_time.fit(sizes[0], math.prod(sizes[1:]))
-        note = "walks parts of time side by side" if parts else "no other here: that takes more steps of fewer neurons"
+        note = "walks parts of time side by side" if parts else "as exact=True here: there are too few steps, or too many neurons"
         candidates.append(Candidate("exact=False", _scan(core, states, "auto", exact=False), note))
     candidates += peers_of(name, device) if peers else []
     _check(candidates[0], candidates[1], x)

@@ -76,7 +76,7 @@ def _entries(step: Graph, carried: Sequence[Role]) -> list[tuple[int, int]] | No
     return sorted(found) if isinstance(found, set) else None
 
 
-def by_programs(main: KernelPlan, matrix: KernelPlan) -> tuple[KernelPlan, KernelPlan, KernelPlan]:
+def kernels_over_parts(main: KernelPlan, matrix: KernelPlan) -> tuple[KernelPlan, KernelPlan, KernelPlan]:
     """Return the kernels of a GPU, whose programs walk a part of time each: the one that carries `A` and `b`, the walk from part to part,
     and the one that walks every part, as `main` walks all of T.
 

@@ -85,7 +85,10 @@ class Launch:
 
     def expect(self) -> None:
         """Start to build what it runs, on a GPU."""
-        (self.parallel_in_time or self.kernel).expect(self.numel, self._gpu, T=self.T)
+        if self.parallel_in_time is not None:
+            self.parallel_in_time.expect(self.numel, self._gpu, self.T)
+        else:
+            self.kernel.expect(self.numel, self._gpu)
 
     def __call__(self, operands: Sequence[Tensor | None], params: Mapping[Role, Tensor]) -> list[Tensor]:
         """Run; returns what was written, in the order of `writes`."""

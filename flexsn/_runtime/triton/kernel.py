@@ -163,9 +163,8 @@ class Kernel:
         """Return the tile for N neurons on a GPU."""
         return tiles.tile_for(self.plan, N, _processors(index), aligned)
 
-    def expect(self, N: int, index: int, aligned: bool = True, T: int | None = None) -> Future:
-        """Start to build what a call with N neurons on a GPU needs; the first time, then also what calls of any other size need. Kernels of
-        this plan serve all `T` of a class."""
+    def expect(self, N: int, index: int, aligned: bool = True) -> Future:
+        """Start to build what a call with N neurons on a GPU needs; the first time, then also what calls of any other size need."""
         first = self.expect_tile(self.tile(N, index, aligned), index)
         if index not in self._expected:
             self._expected.add(index)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._ir.roles import Kind
-from ..._plan.parallel_time import by_programs, carried_rows
+from ..._plan.parallel_time import carried_rows, kernels_over_parts
 from ..._plan.plan import KernelPlan
 
 MOST_NEURONS, LEAST_STEPS = 8192, 2048
@@ -18,11 +18,14 @@ SHORTEST, LONGEST = 32, 256  # steps of a part
 
 
 class ParallelInTime:
-    """A kernel, and those that walk parts of time in its place. It may be used wherever its main kernel is."""
+    """A kernel, and those that walk parts of time in its place. It may be used wherever its main kernel is.
+
+    `walk`, the plan of a CPU's walk over parts, is of no use here: a program knows its part, and walks it as `main` walks all of T.
+    """
 
     def __init__(self, main: Any, matrix: KernelPlan, walk: KernelPlan, load: Callable[[KernelPlan], Any]):
         self.main, self._load = main, load
-        self._plans = by_programs(main.plan, matrix)
+        self._plans = kernels_over_parts(main.plan, matrix)
         self._entries = len(matrix.matrix)
         values = 2 * len(carried_rows(matrix)) + self._entries  # per neuron and part
         given = sum(a.storage.itemsize for a in main.plan.reads if a.kind == "sequence")
