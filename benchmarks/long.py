@@ -23,7 +23,7 @@ from torch import Tensor
 import flexsn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure import interleaved, machine
+from measure import graphed, interleaved, machine
 
 SIZES = ((100_000, 1), (100_000, 4), (10_000, 1), (10_000, 4))
 ON_GPU = ((16_384, 64), (16_384, 1024), (4096, 4096), (131_072, 512), (2048, 64), (2048, 8192), (100_000, 1))
@@ -100,17 +100,6 @@ def measured_on_gpu(T: int, N: int, seconds: float) -> dict:
     """Return milliseconds of the kernels of every call, of what bounds them, and of peers, and how far the two ways differ."""
     from gpu import in_turns
 
-    stream = torch.cuda.Stream()  # a backward runs where its forward ran, and the legacy stream cannot be captured
-
-    def captured(call: Callable[[], object]) -> Callable[[], None]:
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            call()
-        return graph.replay
-
     torch.manual_seed(0)
     x, g = torch.randn(T, N, device="cuda") + 0.8, torch.randn(T, N, device="cuda")
     found: dict = {"T": T, "N": N}
@@ -121,20 +110,17 @@ def measured_on_gpu(T: int, N: int, seconds: float) -> dict:
         "2 x 2 rotation": (rotation, 2, 2),
     }
     for name, (core, states, arrays) in kinds.items():
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            if name.endswith("backward"):
-                calls = {"in order": backward(core, states, x, g, False), "parts": backward(core, states, x, g, True)}
-            else:
-                calls = {"in order": forward(core, states, x, True), "parts": forward(core, states, x, False)}
-            a, b = (call() for call in calls.values())
-        torch.cuda.synchronize()
+        if name.endswith("backward"):
+            calls = {"in order": backward(core, states, x, g, False), "parts": backward(core, states, x, g, True)}
+        else:
+            calls = {"in order": forward(core, states, x, True), "parts": forward(core, states, x, False)}
+        a, b = (call() for call in calls.values())
         difference = ((a - b).norm() / a.norm()).item()
         source = torch.empty(arrays * T * N // 2, device="cuda")
         calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)
         if core is leaky:
             calls |= peers_of_leaky(x)
-        found[name] = {**in_turns({k: captured(call) for k, call in calls.items()}, seconds), "difference": difference}
+        found[name] = {**in_turns({k: graphed(call) for k, call in calls.items()}, seconds), "difference": difference}
     return found
 
 
@@ -179,6 +165,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     rows = []
+    if args.device == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # the legacy stream cannot be captured
     for T, N in ON_GPU if args.device == "cuda" else ():
         rows.append(measured_on_gpu(T, N, args.seconds / 5))
         report_gpu(rows[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import platform
 import resource
@@ -39,6 +40,25 @@ def _sample(call: Callable[[], object]) -> tuple[float, bool]:
     seconds = time.perf_counter() - start
     pushed = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - pushed
     return seconds, pushed > seconds / 0.025
+
+
+def graphed(call: Callable[[], object]) -> Callable[[], object]:
+    """Return what replays, in a CUDA graph, all that a function launches.
+
+    What it reads was made on the current stream, which is not the legacy one: that cannot be captured, and a backward runs where its
+    forward ran.
+    """
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(3):
+        call()
+    gc.collect()
+    gc.disable()  # an older graph cannot be given back while one is recorded
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            kept = call()  # the memory of the results
+    finally:
+        gc.enable()
+    return lambda: (graph.replay(), kept)
 
 
 def interleaved(calls: dict[str, Callable[[], object]], seconds: float, least: int = 3, most: int = 60) -> dict[str, dict]:

@@ -32,7 +32,7 @@ from flexsn._program import replay
 from flexsn._runtime.triton.kernel import finish_builds
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure import machine
+from measure import graphed, machine
 
 
 class Plain(nn.Module):
@@ -87,18 +87,6 @@ def with_ratios(rows: dict[str, dict[str, float]]) -> dict:
     return {"times": rows, "over_flexsn": ratios}
 
 
-def graphed(run: Callable[[], object]) -> Callable[[], object]:
-    """Return what replays, in a CUDA graph, all that a function launches."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        kept = run()  # the memory of the results
-    return lambda: (graph.replay(), kept)
-
-
 def layer_case(T: int, batch: int, hidden: int, drive: float, device: str, repeats: int, *, bf16: bool = False) -> dict:
     torch.manual_seed(0)
     layer = flexsn.Recurrent(flexsn.LIF(), nn.Linear(hidden, hidden, bias=False), stateful=False, strict=True).to(device)
@@ -143,7 +131,8 @@ def layer_case(T: int, batch: int, hidden: int, drive: float, device: str, repea
     inferred, trained = [{name: kind(run) for name, run in runs.items()} for kind in (infer, train)]
     trained["products of cotangents alone"] = products
     if device == "cuda":
-        inferred["loop in a CUDA graph"], trained["loop in a CUDA graph"] = graphed(inferred["loop"]), graphed(trained["loop"])
+        for calls in (inferred, trained):
+            calls |= {f"{name} in a CUDA graph": graphed(calls[name]) for name in ("flexsn", "loop")}
     return {
         "T": T, "batch": batch, "hidden": hidden, "dtype": str(dtype), "rate": spikes.mean().item(), "equal_spikes": same,
         "inference": with_ratios(in_turns(inferred, repeats)), "training": with_ratios(in_turns(trained, repeats)),
@@ -208,21 +197,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     load, device, repeats = os.getloadavg()[0], options.device, options.repeats
+    if device == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # the legacy stream cannot be captured
     sizes = [(100, 64, 128, 0.6), (100, 64, 256, 0.6), (100, 64, 256, 0.0), (100, 64, 512, 0.6)]
-    cases = [layer_case(*size, device, repeats) for size in sizes]
+    cases = [(size, False) for size in sizes]
     if device == "cuda":
         sizes = [(100, 128, 128, 0.6), (100, 128, 200, 0.6), (100, 128, 256, 0.6), (250, 256, 512, 0.6), (100, 256, 1024, 0.6)]
-        cases += [layer_case(*size, device, repeats, bf16=bf16) for size in sizes for bf16 in (False, True)]
-        cases.append(layer_case(1000, 64, 256, 0.6, device, repeats))
+        cases += [*[(size, bf16) for size in sizes for bf16 in (False, True)], ((1000, 64, 256, 0.6), False)]
     found = {
         "machine": machine(), "python": platform.python_version(), "torch": torch.__version__, "flexsn": flexsn.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "date": datetime.date.today().isoformat(),
         "threads": torch.get_num_threads(), "repeats": repeats, "load_before": load,
-        "layers": cases, "shd_like": shd_like(device, repeats),
+        "shd_like": shd_like(device, repeats), "layers": [],
     }  # fmt: skip
-    print(json.dumps(found, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1), flush=True)
+    for size, bf16 in cases:
+        found["layers"].append(layer_case(*size, device, repeats, bf16=bf16))
+        print(json.dumps(found["layers"][-1], indent=1), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import flexsn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure import machine
+from measure import graphed, machine
 from recurrent import in_turns, with_ratios
 
 
@@ -241,15 +241,6 @@ def core_case(name: str, T: int, batch: int, width: int, device: str, repeats: i
         same = (fused(x) == loop(x)).float().mean().item()
     found = {"core": name, "T": T, "step": step, "bfloat16": bf16, "equal": same, **passes(runs, x, params, repeats)}
     return {**found, "without_python": captured(runs, x, params, repeats)} if device == "cuda" else found
-
-
-def graphed(run: Callable[[], object]) -> Callable[[], object]:
-    """Return what replays, in a CUDA graph, all that a function launches; what it reads was made on the current stream, not the legacy one."""
-    graph = torch.cuda.CUDAGraph()
-    run()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        kept = run()  # the memory of the results
-    return lambda: (graph.replay(), kept)
 
 
 def captured(runs: dict[str, Callable[[Tensor], Tensor]], x: Tensor, params: Sequence[Tensor], repeats: int) -> dict:

@@ -80,22 +80,23 @@ class _Product:
         """The sizes of its weights."""
         return f"{len(self.sources)} * H, {len(self.found)} * H"
 
-    def lines(self, spikes: bool, *, held: bool, alone: bool) -> list[str]:
+    def lines(self, spikes: bool, stores: Sequence[str], loads: Sequence[str], *, held: bool, alone: bool) -> list[str]:
         """Return its lines.
 
         Args:
             spikes: whether what it takes is 0 or 1.
+            stores, loads: lines for while a program waits for others, and for once they are there.
             held: whether a program keeps its columns of the weights; else it reads them at every step.
             alone: whether it also has all columns of what a product takes.
         """
         if alone:
             a, w = self.sources[0], f"{self.weights}_held[0]"
-            return [f"{self.found[0]} = walks.own_product({a}, c < H, {w}, start, PRODUCTS, SPIKES={spikes})"]
+            return [*loads, *stores, f"{self.found[0]} = walks.own_product({a}, c < H, {w}, start, PRODUCTS, SPIKES={spikes})"]
         rows, width = self.name, f"{len(self.sources)} * H"
         lines = [f"{rows} = {self.scratch} + (count % 2) * 3 * B * {width} + r * {width}"]
         for n, source in enumerate(self.sources):
             lines.append(f"walks.share({rows}, B, {width}, {f'{n} * H + ' if n else ''}c, {source}, mask, PRODUCTS)")
-        lines += ["walks.meet(counter, count, PROGRAMS)", "count += 1"]
+        lines += ["walks.arrive(counter, PROGRAMS)", *stores, "walks.wait(counter, count, PROGRAMS)", "count += 1", *loads]
         lines += [f"{found}, {found}_rest = tl.zeros((BB, HC), tl.float32), tl.zeros((BB, HC), tl.float32)" for found in self.found]
         given = "start, PRODUCTS, SPIKES=" + str(spikes)
         if held:
@@ -132,7 +133,7 @@ class WalkSource:
         self.body = list[str | _Product]()
         self.products, self._spikes = list[_Product](), set[str]()
         self._known, self._slots = dict[int, str](), dict[int, _Slot]()
-        self._stores: dict[int, tuple[str, str]] = {}
+        self._stores: dict[int, tuple[str, str, bool]] = {}  # and whether it is known before all products
         self._pointers: dict[int, str] = {}
         self._kept, self._count = list[Any](), 0
 
@@ -166,7 +167,7 @@ class WalkSource:
         self._known[id(array)] = variable
         self._kept.append(array)
         if stored:
-            self._stores[id(array)] = self._pointer(sequence, strides=True), variable
+            self._stores[id(array)] = self._pointer(sequence, strides=True), variable, not self.products
 
     def carried(self, turns: Any, *, other: bool) -> str | None:
         """Return the variable of a value of `turns [2, B, H]`, or, if `other`, of what it is at the next step, once that is known."""
@@ -250,20 +251,21 @@ class WalkSource:
         lines = ["@triton.jit(do_not_specialize=['T', 'B'])"]
         lines += [f"def walk({', '.join([*self.arguments, 'counters', 'T', 'B', *constants])}):"]
         spikes = {slot.variable for slot in self._slots.values() if slot.next in self._spikes} | self._spikes
+        next_rows = ["# rows of the next step, which are loaded while this one is computed"] if self.loads else []
+        next_rows += [f"{name}_next = {load.format(t='after', mask='ahead')}" for name, (load, _) in self.loads.items()]
+        stores = {known: [_store(*store) for *store, before in self._stores.values() if before is known] for known in (True, False)}
         body, opening = list[str](), list(self.opening)
         for line in self.body:
             if isinstance(line, str):
                 body.append(line)
                 continue
-            body += line.lines({*line.sources} <= spikes, held=held, alone=alone)
-            opening += line.opening(held=held)
+            body += line.lines({*line.sources} <= spikes, stores.pop(True, []), next_rows, held=held, alone=alone)
+            next_rows, opening = [], opening + line.opening(held=held)
         opening += [f"{name}_next = {load.format(t='begin', mask='mask')}" for name, (load, _) in self.loads.items()]
         loop = [f"start, t = passed == 0, begin {'-' if back else '+'} passed"]
-        loop += ["# the next step, whose rows are loaded while this one is computed"] if self.loads else []
         loop += ["after, ahead = t - 1, (mask & (t > 0)) != 0" if back else "after, ahead = t + 1, (mask & (t + 1 < T)) != 0"]
         loop += [f"{name} = {name}_next{wide}" for name, (_, wide) in self.loads.items()]
-        loop += [f"{name}_next = {load.format(t='after', mask='ahead')}" for name, (load, _) in self.loads.items()]
-        loop += [*body, *[f"tl.store({_at(pointer, 't')}, {value}, mask=mask)" for pointer, value in self._stores.values()]]
+        loop += [*next_rows, *body, *stores.get(True, []), *stores[False]]
         loop += [f"{slot.variable} = {slot.next}" for slot in self._slots.values() if slot.next is not None]
         own = [
             "r = (tl.program_id(0).to(tl.int64) * BB + tl.arange(0, BB))[:, None]  # sequences",
@@ -295,6 +297,10 @@ class WalkSource:
             if strides:
                 self.arguments |= {f"{name}_step": tensor.stride(0), f"{name}_row": tensor.stride(1)}
         return self._pointers[id(tensor)]
+
+
+def _store(pointer: str, value: str) -> str:
+    return f"tl.store({_at(pointer, 't')}, {value}, mask=mask)"
 
 
 def _at(pointer: str, step: str) -> str:

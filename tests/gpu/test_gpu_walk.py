@@ -162,22 +162,29 @@ def test_beside_kernels_that_fill_the_card(name):
     assert all(torch.equal(a, b) for results in found for a, b in zip(results, want, strict=True))
 
 
-def test_in_a_captured_graph():
-    """The steps become a part of it."""
-    core, x, states, w = operands("lif")
-    with torch.no_grad():
-        want = flexsn.scan(core, [x], states, [w], strict=True).outputs[0]
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            flexsn.scan(core, [x], states, [w], strict=True)
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            y = flexsn.scan(core, [x], states, [w], strict=True).outputs[0]
-        for _ in range(3):
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_step_in_a_captured_graph(name, ran):
+    """The walks are kernels of it, which all of their programs run at once, too, beside others that fill the card."""
+    core, x, states, w = operands(name)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    a = torch.randn(8192, 8192, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        want = step(core, x, states, w)
+    side.synchronize()
+    with torch.cuda.graph(graph):
+        found = step(core, x, states, w)
+    for n in range(100):
+        for y in found:
             y.zero_()
-            graph.replay()
-            assert (y == want).float().mean() > 0.999  # another order of sums
+        torch.cuda.synchronize()
+        if n % 10 == 0:
+            with torch.cuda.stream(side):
+                a @ a
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert ran == {"in one Triton kernel"}
 
 
 WALKS = """

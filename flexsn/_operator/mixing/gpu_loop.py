@@ -75,7 +75,7 @@ def backward(
     def before(t: int) -> Tensors:
         return {("state", k): trail[k][t - 1] if t else v for k, v in loop.start.items()}
 
-    kind = ("backward", tuple([tuple(loop.needs[j]) for j in loop.piece.calls]), frozenset(loop.taken_over))
+    kind = ("backward", tuple([tuple(loop.needs[j]) for j in loop.piece.calls]), loop.taken_over and frozenset(loop.taken_over))
     played = _play(loop, kind, walk, sequences, states, range(loop.T - 1, -1, -1), before)
     if played is None:
         return None
@@ -191,7 +191,8 @@ class _Walks:
             self.sequences = {key: torch.empty((MOST, *t.shape[1:]), dtype=t.dtype, device=t.device) for key, t in sequences.items()}
             self.rest = {key: torch.empty_like(t).requires_grad_(t.requires_grad) for key, t in rest.items()}
             self.still = loop.over(self.rest, {}, 0)
-            self.still.take_over(loop.taken_over)
+            if loop.taken_over is not None:
+                self.still.take_over(loop.taken_over)
 
     def play(
         self, loop: Any, sequences: Tensors, rest: Tensors, order: range, before: Callable[[int], Tensors]

@@ -127,15 +127,15 @@ def _expect_backward(loop: Loop, operands: Operands, kept: Mapping[Place, Tensor
 def _to_take_over(loop: Loop, operands: Operands, needs: Sequence[bool]) -> set[Place] | None:
     """Return the inputs of segments whose gradients the walk back is to find, so that no segment runs back over whole sequences after it.
 
-    None: segments run back. So they do where an input has another shape than a step, where states at the start, or params or captured
-    tensors that segments read, have gradients, and on a GPU, where it is not measured.
+    None: segments run back. So they do where an input has another shape than a step, and where states at the start, or params or captured
+    tensors that segments read, have gradients.
 
     Args:
         needs: which operands have gradients.
     """
     of = dict(zip(_places(operands), needs, strict=False))
     fixed = [*[("v", k, 0) for k in operands.states], *[("param", n) for n in operands.params]]
-    if loop.device.type != "cpu" or not loop.T or any(map(of.__getitem__, fixed)):
+    if not loop.T or any(map(of.__getitem__, fixed)):
         return None
     takes, some = set[Place](), next(iter(operands.states.values()))
     for step in [step for steps in loop.steps for step in steps]:

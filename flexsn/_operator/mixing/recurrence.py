@@ -58,7 +58,7 @@ class Loop:
         self.needs = {j: list[bool]() for j in piece.calls}  # which fixed tensors have gradients
         self.of_fixed: dict[tuple[int, int], Tensor] = {}  # these, of calls that are no products
         self.trains, self.written_down, self.cut = tuple[bool, ...](), False, ""
-        self.taken_over = set[Place]()  # see `take_over`
+        self.taken_over: set[Place] | None = None  # see `take_over`
         self.graphs = dict[tuple[int, int], Graph]()  # of calls, by step, as the forward kept them
         self.device = next(iter(states.values())).device
 
@@ -87,10 +87,11 @@ class Loop:
     def outer(self) -> list[Place]:
         """Operands of mixing calls that other pieces give."""
         operands = {p for j in self.piece.calls for p in self.mixing[j].operands}
-        return sorted({p for p in operands if p in self.known and self.known[p].is_floating_point()} | self.taken_over)
+        return sorted({p for p in operands if p in self.known and self.known[p].is_floating_point()} | (self.taken_over or set()))
 
     def take_over(self, takes: set[Place]) -> None:
-        """Have the walk back find the gradients of what segments take of other pieces, too, which have the shape of a step."""
+        """Have the walk back find the gradients of what segments take of other pieces, too, which have the shape of a step; none run back
+        after it, for which it would keep what flows to states."""
         self.taken_over = takes
         for step in [step for steps in self.steps for step in steps]:
             step.own = [own or p in takes for p, own in zip(step.segment.takes, step.own, strict=True)]
@@ -227,7 +228,8 @@ class Loop:
         whole = [p for p in self.mixed if p[1] in of_all]
         places = (*self.asked, *self.outer, *whole)
         kept: list[list[Tensor]] = []
-        fed = {k: v.new_empty((self.T + 1, *v.shape)) for k, v in self.start.items() if k in self.fed and v.is_floating_point()}
+        keeps = self.fed if self.taken_over is None else frozenset[int]()
+        fed = {k: v.new_empty((self.T + 1, *v.shape)) for k, v in self.start.items() if k in keeps and v.is_floating_point()}
         sequences = {p: t.unsqueeze(1).unbind(0) for p, t in (self.known | dict(computed)).items()}
         befores = [(v, *trail[k].unbind(0)) for k, v in self.start.items()]
         given_grads = {p: grads.get(p) for p in (*self.gives, *self.mixed)}

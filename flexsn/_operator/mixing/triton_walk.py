@@ -339,8 +339,7 @@ def _padded(width: int) -> int:
 
 
 def takes(device: torch.device) -> bool:
-    """Return whether walks run on tensors of a device: on GPUs that multiply bfloat16, outside of CUDA graphs, and in the
-    interpreter."""
+    """Return whether walks run on tensors of a device: on GPUs that multiply bfloat16, and in the interpreter."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0) and not torch.cuda.is_current_stream_capturing()
+        return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and triton_kernel.interpreted()

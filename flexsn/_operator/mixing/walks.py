@@ -276,6 +276,7 @@ class _Backward(_Steps):
         for k, array in fed.items():
             walk.copy(array, before[k], adds=True)
             array.tensor[-1].zero_()
+        fed = fed if loop.taken_over is None else {}
         for p, array in self.flows.items():
             if p in self.partly or len(set().union(*self.written.get(p, ()))) < array.width:  # a part has no cotangent
                 array.tensor.zero_()
@@ -302,7 +303,8 @@ class _Backward(_Steps):
         if whole != place:
             return self.flow(whole).part(begin, self.width(place))
         if place not in self.flows:
-            rows = self.loop.T + (place[0] == "v" and place[1] in self.loop.start)
+            of_state = place[0] == "v" and place[1] in self.loop.start
+            rows = self.loop.T + of_state if not of_state or self.loop.taken_over is None else 1
             self.flows[place] = self.walk.new(self.width(place), rows)
         return self.flows[place]
 

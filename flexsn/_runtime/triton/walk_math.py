@@ -38,11 +38,17 @@ def weights(w, c, H: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr):
 
 
 @triton.jit
-def meet(counter, count, PROGRAMS: tl.constexpr):
-    """Wait until all programs that share a counter are here for the time `count`, from 0: what they wrote before is there for all."""
+def arrive(counter, PROGRAMS: tl.constexpr):
+    """Let the programs that share a counter know that this one is here."""
     tl.debug_barrier()
     if PROGRAMS > 1:
         tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait(counter, count, PROGRAMS: tl.constexpr):
+    """Wait until all programs that share a counter are here for the time `count`, from 0: what they wrote before is there for all."""
+    if PROGRAMS > 1:
         while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < (count + 1) * PROGRAMS:
             pass
         tl.debug_barrier()
@@ -142,7 +148,8 @@ def total(  # noqa: PLR0913  Triton has no structures
     if PROGRAMS > 1:
         rows = scratch + (count % 2) * B * H + r * H
         tl.store(rows + tl.program_id(1), own, mask=r < B)
-        meet(counter, count, PROGRAMS)
+        arrive(counter, PROGRAMS)
+        wait(counter, count, PROGRAMS)
         p = tl.arange(0, triton.next_power_of_2(PROGRAMS))[None, :]
         every = tl.load(rows + p, mask=(r < B) & (p < PROGRAMS), other=float("-inf") if LARGEST else 0.0, cache_modifier=".cg")
         own = tl.max(every, 1, keep_dims=True) if LARGEST else tl.sum(every, 1, keep_dims=True)
