@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ._capture.arguments import (
     InitialStates,
@@ -25,9 +26,11 @@ from ._capture.arguments import (
     param_names,
     without_outputs,
     without_steps,
+    wrong_call,
 )
 from ._capture.signature import check_core, core_name, not_a_tensor, positional_names
 from ._captured.core_owner import CoreOwner, Tensors, free_names
+from ._captured.uneven import Ends, over_packed, takes_one_step
 from ._operator.checkpointed import Within, enter, starts_anew
 from ._operator.dispatch import run_core
 from ._operator.library import carry
@@ -37,7 +40,7 @@ from ._runtime.backends import check_backend
 from ._torch.autograd import current_backward
 from ._torch.tensors import broadcast_shapes
 from ._torch.transforms import is_wrapped, transforms_active
-from ._torch_compile.core_scan import compile_core
+from ._torch_compile.core_scan import compile_core, run_uneven
 from ._torch_compile.dynamo import exporting, refuse_carried
 from .errors import ArgumentError, OperandCountError, SequenceLengthError, ShapeMismatchError, StaleStateError
 
@@ -184,10 +187,18 @@ class FlexSN(CoreOwner):
                 found.append(inputs[0].new_full(shape, value, dtype=dtype) if value else None)
         return found
 
-    def forward(self, *inputs: Tensor, **named: Any) -> Tensor | tuple[Tensor, ...]:
-        """Run the sequence(s); see the class for shapes."""
+    def forward(
+        self, *inputs: Tensor, lengths: Tensor | None = None, resets: Tensor | None = None, **named: Any
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Run the sequence(s); see the class for shapes.
+
+        `lengths`, `resets`: where sequences of a batch `[T, B, *shape]` end and start anew, as of `flexsn.scan`; or a `PackedSequence`.
+        Carried states are those at the ends; a sequence starts anew where a call after `reset()` does.
+        """
+        if (uneven := lengths is not None or resets is not None) and self._takes_one_step():
+            raise takes_one_step(core_name(self.core))
         if named or len(inputs) != self.num_inputs:
-            raise self._wrong_call(inputs, named)
+            raise wrong_call(core_name(self.core), (self.num_inputs, self.num_states, self.num_params), len(inputs), [*named])
         if not torch.compiler.is_dynamo_compiling() and walking.now is not None:
             return walking.now.neuron(self, inputs)
         exported = exporting() if torch.compiler.is_dynamo_compiling() else torch.compiler.is_exporting()
@@ -195,6 +206,9 @@ class FlexSN(CoreOwner):
             refuse_carried(core_name(self.core))
         for x in inputs:
             if not isinstance(x, Tensor) or not (x.dim() or self.step_mode == "s"):
+                given: Any = x
+                if isinstance(given, PackedSequence) and not self._takes_one_step() and not uneven:
+                    return over_packed(self, inputs, core_name(self.core))
                 self._check_inputs(inputs)
         if torch.compiler.is_dynamo_compiling() or not self.stateful or (self._within is None and current_backward() < 0):
             anew = not self.stateful or self.states is None
@@ -205,14 +219,9 @@ class FlexSN(CoreOwner):
             self._check_states(states)
         if self.step_mode == "s":
             inputs = tuple(x.unsqueeze(0) for x in inputs)
-        if self.example_outputs is not None and inputs[0].shape[0] == 0:
-            check_step_mode(self.step_mode, self.stateful, core_name(self.core))
-            own = without_steps(self.example_outputs, inputs, states, self.start_dtype(*inputs), core_name(self.core))
-            outputs, finals, sequences = own if self.store_state_seqs else (*own[:2], None)
-        else:
-            outputs, finals, sequences = self.run(inputs, states, self.store_state_seqs)
-            if self.example_outputs is not None:
-                check_output_examples(self.example_outputs, outputs, core_name(self.core))
+        ends = Ends(lengths, resets, states if anew or resets is None else self.start_states(*inputs)) if uneven else None
+        run = self.run if self.example_outputs is None else self._run_checked
+        outputs, finals, sequences = run(inputs, states, self.store_state_seqs, ends)
         if not outputs:
             raise without_outputs(self.num_states, core_name(self.core))
         if self.stateful == "detached":
@@ -224,6 +233,18 @@ class FlexSN(CoreOwner):
         if self.step_mode == "s":
             outputs = [y.squeeze(0) for y in outputs]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _run_checked(self, inputs: tuple[Tensor, ...], states: Sequence[Tensor | None], sequences: bool, ends: Ends | None) -> Any:
+        """Return what `run` does, of the shapes of `example_outputs`."""
+        examples, name = self.example_outputs, core_name(self.core)
+        if examples is not None and inputs[0].shape[0] == 0:
+            check_step_mode(self.step_mode, self.stateful, name)
+            own = without_steps(examples, inputs, states, self.start_dtype(*inputs), name)
+            return own if sequences else (*own[:2], None)
+        found = self.run(inputs, states, sequences, ends)
+        if examples is not None:
+            check_output_examples(examples, found[0], name)
+        return found
 
     def _takes_one_step(self) -> bool:
         """Return whether inputs of a call are steps, as `step_mode="s"` says, or a network that `flexsn.over_time` runs."""
@@ -248,15 +269,6 @@ class FlexSN(CoreOwner):
         """What `step_mode` may be set to."""
         return "s", "m"
 
-    def _wrong_call(self, inputs: Sequence[Any], named: dict[str, Any]) -> OperandCountError:
-        if named:
-            return OperandCountError(f"takes inputs by position, but was given {list(named)} by name", core=core_name(self.core))
-        return OperandCountError(
-            f"needs {self.num_inputs} inputs but was given {len(inputs)}", core=core_name(self.core),
-            hint=f"It was made with num_states={self.num_states} and {self.num_params} params; what is left of the core's arguments "
-            "are inputs, unless `num_inputs=` says how many. Tensors that go to every step unchanged are listed in `params=`.",
-        )  # fmt: skip
-
     def _check_inputs(self, inputs: Sequence[Any]) -> None:
         """What `scan` cannot check, since tensors are reshaped before."""
         for k, x in enumerate(inputs):
@@ -275,10 +287,10 @@ class FlexSN(CoreOwner):
             raise OperandCountError(f"carries {len(states)} states, but was made for {self.num_states} states", core=core_name(self.core))
 
     def run(
-        self, inputs: tuple[Tensor, ...], states: Sequence[Tensor | None], sequences: bool
+        self, inputs: tuple[Tensor, ...], states: Sequence[Tensor | None], sequences: bool, ends: Ends | None = None
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
-        """Outputs, final states and, if `sequences`, the states of every step, from given states (None: zeros); nothing is
-        carried."""
+        """Outputs, final states and, if `sequences`, the states of every step, from given states (None: zeros), of sequences that end
+        and start anew as `ends` says; nothing is carried."""
         mode, stateful = self.step_mode, self.stateful  # either may have been set since the module was made
         if mode not in ("m", "s") or (mode == "s" and not stateful) or stateful not in (True, False, "detached"):
             check_step_mode(mode, stateful, core_name(self.core))
@@ -288,11 +300,10 @@ class FlexSN(CoreOwner):
             ]
             inputs, states = tuple(operands[: self.num_inputs]), operands[self.num_inputs :]  # type: ignore[arg-type]  # inputs are there
         params = tuple([getattr(self.params, name) for name in self.param_names]) if self.param_names else ()
-        if torch.compiler.is_dynamo_compiling():
-            finals, trail, outputs = compile_core(
-                self.core, self, inputs, tuple(states), params, backend=self.backend, strict=self.strict, sequences=sequences,
-                num_outputs=self.num_outputs, exact=self.exact,
-            )  # fmt: skip
+        if ends is not None or torch.compiler.is_dynamo_compiling():
+            call, own = (self.core, self, inputs, tuple(states), params), {"num_outputs": self.num_outputs, "exact": self.exact}
+            options: dict[str, Any] = {"backend": self.backend, "strict": self.strict, "sequences": sequences, **own}
+            finals, trail, outputs = compile_core(*call, **options) if ends is None else run_uneven(*call, ends, **options)
         else:
             seen = self.captured_values()
             finals, trail, outputs = run_core(

@@ -196,3 +196,19 @@ def check_start(values: Any, wanted: str, core: str) -> None:
         number = hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
         if not (value is None or number or isinstance(value, Tensor)):
             raise ArgumentError(f"initial_states has {value!r} for state {k}: it has to be {wanted}", core=core)
+
+
+def wrong_call(core: str, sizes: tuple[int, int, int], given: int, named: Sequence[str]) -> OperandCountError:
+    """Return the error of a neuron that is called with another number of inputs than it has, or with operands by name.
+
+    Args:
+        sizes: its inputs, states and params.
+    """
+    inputs, states, params = sizes
+    if named:
+        return OperandCountError(f"takes inputs by position, but was given {[*named]} by name", core=core)
+    return OperandCountError(
+        f"needs {inputs} inputs but was given {given}", core=core,
+        hint=f"It was made with num_states={states} and {params} params; what is left of the core's arguments are inputs, unless "
+        "`num_inputs=` says how many. Tensors that go to every step unchanged are listed in `params=`.",
+    )  # fmt: skip

@@ -44,6 +44,7 @@ class CapturedValues:
         over_parts: by the kinds of operands, what `dispatch` knows of calls on parts of their operands: a look at the core over
             them, or why none runs.
         simple: whether the places that are watched hold no object that may lead back to the core.
+        wraps: what makes another core of the core, each of what the one before it made.
     """
 
     def __init__(self, core: Callable, walk: Walk | None = None):
@@ -61,12 +62,12 @@ class CapturedValues:
         self.calls: dict[Any, Any] = {}
         self.signatures: dict[tuple[int, int, int], Any] = {}
         self.over_parts: dict[Any, Any] = {}
-        self._wraps: tuple[Any, ...] = ()  # of which each takes what the one before it made
+        self.wraps: tuple[Any, ...] = ()
 
     @property
     def wrap(self) -> Any:
         """What makes another core of the core on stand-ins, the last if there are several; None if it runs as it is (`wrapped`)."""
-        return self._wraps[-1] if self._wraps else None
+        return self.wraps[-1] if self.wraps else None
 
     def __reduce__(self) -> tuple:
         return CapturedValues, (_nothing,)  # nothing of this process travels
@@ -127,9 +128,12 @@ class CapturedValues:
         return holder.cell_contents if key is None else holder[key]
 
     def runnable(self, core: Callable) -> Callable:
-        """Return the core over the tensors that a module registered, where they are others than those in its cells."""
+        """Return the core, as `wrapped` has it, over the tensors that a module registered, where others are in its cells."""
         others = {id(given): now for path, read in self.own.items() if (now := read()) is not (given := self.original(path))}
-        return rebind(core, others) if others else core
+        core = rebind(core, others) if others else core
+        for wrap in self.wraps:
+            core = wrap(core)
+        return core
 
     def stand_ins(self, core: Callable, make: Make) -> tuple[Callable, dict[str, Tensor]]:
         """Return the core rebuilt on `make(tensor)` for every captured tensor, and these by path. Each run refuses writes to them; the
@@ -143,16 +147,16 @@ class CapturedValues:
         walk = Walk(core, make, {path: read() for path, read in self.own.items()})
         run: Any = walk.checked()
         unchecked = walk.core
-        for wrap in self._wraps:
+        for wrap in self.wraps:
             run, unchecked = wrap(run), wrap(unchecked)
         run.unchecked = unchecked
         return run, walk.made
 
-    def wrapped(self, wrap: Callable[[Callable], Callable]) -> CapturedValues:
+    def wrapped(self, wrap: Any) -> CapturedValues:
         """Return the same look, for calls of what `wrap`, which is hashable, makes of the core: it captures what the core does."""
         made = object.__new__(CapturedValues)
-        wraps = (*self._wraps, wrap)
-        made.__dict__.update(self.__dict__, fingerprint=(*self.fingerprint, wrap), _wraps=wraps, calls={}, signatures={}, over_parts={})
+        wraps = (*self.wraps, wrap)
+        made.__dict__.update(self.__dict__, fingerprint=(*self.fingerprint, wrap), wraps=wraps, calls={}, signatures={}, over_parts={})
         return made
 
     def warn_of_frozen(self, core: str) -> None:

@@ -10,27 +10,13 @@ for and what is finished is written; loops over the neurons of a block are vecto
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import struct
 from collections.abc import Container, Sequence
 
-import torch
-
-from .._ir.graph import Graph, Node
 from .._ir.roles import Kind, of_kind
 from .._plan.plan import Array, KernelPlan
-from .cpp_ops import NEEDS, TEXTS
-from .language import Language, numbers, safe, title
-
-STORAGE = {
-    torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16", torch.bool: "bool8",
-    torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t", torch.int64: "int64_t", torch.uint8: "uint8_t",
-}  # fmt: skip
-ROW = {**STORAGE, torch.float16: "float", torch.bfloat16: "float"}  # of rows that stay in a tile
-_ROUNDED = {"half", "bfloat16"}  # on the way to memory
-COMPUTE = {**ROW, torch.bool: "bool"}
-_ROUND = {torch.float16: "flexsn::round_half({0})", torch.bfloat16: "flexsn::round_bfloat16({0})"}
+from .cpp_ops import NEEDS
+from .cpp_step import COMPUTE, ROW, STORAGE, Step, loaded, operand_rows, stored
+from .language import numbers, safe, title
 
 
 def render(plan: KernelPlan) -> str:
@@ -54,72 +40,6 @@ def _header(plan: KernelPlan) -> list[str]:
         f"constexpr int64_t K = {plan.chunk};  // steps from checkpoint to checkpoint",
         "",
     ]
-
-
-# --- one step: a vector loop over a row -----------------------------------------------------------------------------------
-class _Step:
-    """The text of one row function."""
-
-    def __init__(self, name: str, comment: str, plan: KernelPlan, graph: Graph):
-        self.name, self.comment, self.graph = name, comment, graph
-        constants = {a for n in graph.nodes for a in n.args}
-        self.numbers = {node: k for node, k in numbers(plan).items() if node in constants}
-        self.parameters: list[str] = []
-        self.arguments: list[str] = []
-        self.top: list[str] = []
-        self.bottom: list[str] = []
-
-    def row(self, name: str, ctype: str, argument: str, *, const: bool = True) -> None:
-        self.parameters.append(f"{'const ' if const else ''}{ctype}* __restrict {name}")
-        self.arguments.append(argument)
-
-    def text(self) -> list[str]:
-        language = dataclasses.replace(_CPP, constant=lambda node, _: self.numbers.get(node) or literal(node))
-        parameters = [*self.parameters, *(f"{COMPUTE[node.dtype]} {k}" for node, k in self.numbers.items())]
-        return [
-            f"// {self.comment}",
-            f"static inline void {self.name}(int64_t n, {', '.join(parameters)}) {{",
-            "#pragma omp simd",
-            "  for (int64_t i = 0; i < n; ++i) {",
-            *(f"    {line}" for line in [*self.top, *language.statements(self.graph), *self.bottom]),
-            "  }",
-            "}",
-            "",
-        ]
-
-    def call(self) -> str:
-        return f"{self.name}(m, {', '.join([*(f'{argument} + b' for argument in self.arguments), *self.numbers.values()])});"
-
-
-def literal(node: Node) -> str:
-    """Return a constant as a C++ literal of its exact value."""
-    value, dtype = node.value, node.dtype
-    ctype = COMPUTE[dtype]
-    if dtype is torch.bool:
-        return "true" if value else "false"
-    if not dtype.is_floating_point:
-        return f"{ctype}({value})" if value > -(2**63) else "std::numeric_limits<int64_t>::min()"
-    if math.isnan(value):
-        return f"std::numeric_limits<{ctype}>::quiet_NaN()"
-    if ctype == "float":
-        value = float32(value)
-    if math.isinf(value):
-        return f"{'-' if value < 0 else ''}std::numeric_limits<{ctype}>::infinity()"
-    text = repr(value) + ("f" if ctype == "float" else "")
-    return f"({text})" if text[0] == "-" else text
-
-
-def float32(value: float) -> float:
-    try:
-        return struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-
-
-_CPP = Language(
-    template=lambda node: TEXTS[node.op], types=COMPUTE, rounding=_ROUND, constant=lambda node, _: literal(node),
-    declare="const {type} {name} = {text};", comment="//",
-)  # fmt: skip
 
 
 # --- the frame around it --------------------------------------------------------------------------------------------------
@@ -158,12 +78,45 @@ def _open(plan: KernelPlan) -> list[str]:
             lines.append(f"      std::memset({a.role}_row, 0, n * sizeof({ROW[a.compute]}));")
         else:
             lines.append(f"      first_row({a.role}_first, begin, size, {a.role}_row);")
+    return lines + _end(plan)
+
+
+def _end(plan: KernelPlan) -> list[str]:
+    """Return the lines that find out after how many steps all sequences of a tile have ended, and set what is written after that."""
+    if plan.end is None:
+        return []
+    lines = []
+    if plan.direction == "backward":
+        start = f"parts, 0, K, begin, size, {plan.end}_row"
+        lines.append(f"      chunk_start({plan.end}_first, {plan.end.to(Kind.CHECKPOINT)}_seq, {start});")
+    lines.append(f"      const int64_t steps = ends_of({plan.end}_row, size, T, block_least, block_most);")
+    written = [a for a in plan.writes if a.kind == "sequence"]
+    lines += [f"      if (steps < T) std::memset({a.role}_buffer, 0, size * sizeof({STORAGE[a.storage]}));" for a in written]
+    flushes = [f"        parts.flush({a.role}_seq, t, begin, {a.role}_buffer, size, large);" for a in written]
+    return [*lines, "      for (int64_t t = steps; t < T; ++t) {", *flushes, "      }"]
+
+
+def _steps(plan: KernelPlan) -> str:
+    """Return the name of the number of steps that a tile walks."""
+    return "T" if plan.end is None else "steps"
+
+
+def _checkpoints(plan: KernelPlan) -> list[str]:
+    """Return the lines that store the states at the start of a chunk."""
+    lines = []
+    for a in plan.writes:
+        if a.kind == "checkpoint":
+            role = a.role.to(Kind.STATE)
+            store = "store_left" if role == plan.end else "store_checkpoint"
+            lines.append(f"        if (t % K == 0) {store}({role}_row, parts, t / K, K, begin, size, {a.role}_seq);")
     return lines
 
 
 def _close(plan: KernelPlan) -> list[str]:
     """Store the last rows and end what a thread does."""
-    rows = [f"      last_row({a.role}_row, begin, size, {a.role}_last);" for a in plan.writes if a.kind == "row"]
+    written = [a.role for a in plan.writes if a.kind == "row"]
+    ends = [f"last_left({r}_row, T" if r == plan.end else f"last_row({r}_row" for r in written]
+    rows = [f"      {end}, begin, size, {r}_last);" for r, end in zip(written, ends, strict=True)]
     sizes = "const int64_t* dims, int64_t T, int64_t N, int64_t tile, int threads, int large"
     return [
         *rows, "    }", "    if (large) fence();", "  });", "  return failed;", "}",
@@ -201,8 +154,9 @@ def _scratch_rows(plan: KernelPlan) -> list[tuple[str, str, str]]:
     rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.arguments if a.kind == "param"]
     rows += [(f"{a.role}_row", ROW[a.compute], "tile") for a in plan.carried]
     if plan.direction == "backward":
-        rows += [(f"{a.role.to(Kind.STATE)}_row", ROW[a.compute], "K * tile") for a in plan.reads if a.kind == "checkpoint"]
-    return rows
+        states = {a.role.to(Kind.STATE): ROW[a.compute] for a in plan.reads if a.kind == "checkpoint"}
+        rows += [(f"{role}_row", ctype, "tile" if role == plan.end else "K * tile") for role, ctype in states.items()]
+    return rows + ([("block_least", "int32_t", "tile"), ("block_most", "int32_t", "tile")] if plan.end is not None else [])
 
 
 def _scratch_bytes(plan: KernelPlan) -> int:
@@ -228,87 +182,47 @@ def _rows(plan: KernelPlan, indent: str, roles: Container[str] | None = None) ->
     return lines
 
 
-def _blocks(indent: str, soon: Sequence[str], call: str, writes: Sequence[Array] = ()) -> list[str]:
+def _blocks(plan: KernelPlan, indent: str, soon: Sequence[str], step: Step, *, writes: bool = True) -> list[str]:
     """Return the loop over the blocks of a row: prefetch, compute, flush what went to a buffer."""
+    written = [a for a in plan.writes if writes and a.kind == "sequence"]
     flushes = [
-        f"if (!full || large) parts.flush({a.role}_seq, t, begin + b, {a.role}_row + b, up_to(m, size - b), large);"
-        for a in writes
-        if a.kind == "sequence"
+        f"if (!full || large) parts.flush({a.role}_seq, t, begin + b, {a.role}_row + b, up_to(m, size - b), large);" for a in written
     ]
+    zeros = " ".join([f"std::memset({a.role}_row + b, 0, m * sizeof({STORAGE[a.storage]}));" for a in written])
+    ends = ["const int64_t least = block_least[b / BLOCK], most = block_most[b / BLOCK];"] if plan.end is not None else []
     return [
         f"{indent}for (int64_t b = 0; b < n; b += BLOCK) {{",
         f"{indent}  const int64_t m = up_to(BLOCK, n - b);",
-        *(f"{indent}  {line}" for line in [*soon, call, *flushes]),
+        *(f"{indent}  {line}" for line in [*ends, *soon, step.call(zeros), *flushes]),
         f"{indent}}}",
     ]
-
-
-def _operand_rows(step: _Step, graph: Graph, plan: KernelPlan, state: str) -> None:
-    """Load the operands of a step. `state`: the row of a state, with {} for its role."""
-    arrays = {a.role: a for a in plan.reads}
-    carried = {a.role for a in plan.carried}
-    for role, node in graph.inputs.items():
-        if role in carried:
-            continue
-        ctype = COMPUTE[node.dtype]
-        sequence = role in arrays and arrays[role].kind == "sequence"
-        rtype = STORAGE[arrays[role].storage] if sequence else ROW[node.dtype]
-        step.row(f"{role}_row", rtype, state.format(role) if role.kind is Kind.STATE else f"{role}_row")
-        step.top.append(f"const {ctype} {node.name} = {_loaded(f'{role}_row[i]', rtype, ctype)};")
-
-
-def _loaded(element: str, stored: str, ctype: str) -> str:
-    return element if stored == ctype else f"load<{ctype}>({element})"
-
-
-def _stored(node: Node, stored: str) -> str:
-    if stored == COMPUTE[node.dtype]:
-        return literal(node) if node.op == "const" else node.name
-    if node.op == "const":
-        return f"store<{stored}>({literal(node)})"
-    return f"store<{stored}>({node.name}{' != 0.0f' if stored in _ROUNDED and _is_spike(node) else ''})"  # a bool needs no rounding
-
-
-def _is_spike(node: Node) -> bool:
-    """Whether a value is 0 or 1 by construction: bools made numbers, these constants, and what chooses among or multiplies such."""
-    waiting, seen = [node], set[Node]()
-    while waiting:
-        n = waiting.pop()
-        if n in seen:
-            continue
-        seen.add(n)
-        if n.op in ("mul", "maximum", "minimum"):
-            waiting += n.args
-        elif n.op == "where":
-            waiting += n.args[1:]
-        elif not (n.args[0].dtype is torch.bool if n.op == "convert" else n.op == "const" and str(n.value) in ("0.0", "1.0")):
-            return False
-    return True
 
 
 # --- forward ----------------------------------------------------------------------------------------------------------------
 def _forward(plan: KernelPlan) -> list[str]:
     graph = plan.step
-    step = _Step("step", f"One step of {safe(plan.core)} on n neurons of a row.", plan, graph)
-    _operand_rows(step, graph, plan, "")
+    step = Step("step", f"One step of {safe(plan.core)} on n neurons of a row.", plan, graph)
+    operand_rows(step, graph, plan, "")
     for a in plan.carried:
+        if a.role == plan.end:
+            continue
         step.row(f"{a.role}_row", ROW[a.compute], f"{a.role}_row", const=False)
         if a.role in graph.inputs:
             ctype = COMPUTE[a.compute]
-            step.top.append(f"const {ctype} {graph.inputs[a.role].name} = {_loaded(f'{a.role}_row[i]', ROW[a.compute], ctype)};")
-        step.bottom.append(f"{a.role}_row[i] = {_stored(graph.outputs[a.role], ROW[a.compute])};")
+            step.top.append(f"const {ctype} {graph.inputs[a.role].name} = {loaded(f'{a.role}_row[i]', ROW[a.compute], ctype)};")
+        step.bottom.append(f"{a.role}_row[i] = {stored(graph.outputs[a.role], ROW[a.compute])};")
     for a in plan.writes:
         if a.kind == "sequence":
             value = graph.outputs[a.role.to(Kind.STATE) if a.role.kind is Kind.STATES else a.role]
             step.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
-            step.bottom.append(f"{a.role}_row[i] = {_stored(value, STORAGE[a.storage])};")
-    lines = [*step.text(), *_open(plan), "      for (int64_t t = 0; t < T; ++t) {"]
-    for a in plan.writes:
-        if a.kind == "checkpoint":
-            row = f"{a.role.to(Kind.STATE)}_row"
-            lines.append(f"        if (t % K == 0) store_checkpoint({row}, parts, t / K, K, begin, size, {a.role}_seq);")
-    soon = [f"if (large && t + 1 < T) prefetch({a.role}_seq + (t + 1) * N + begin + b, m);" for a in plan.reads if a.kind == "sequence"]
-    lines += [*_rows(plan, "        "), *_blocks("        ", soon, step.call(), plan.writes), "      }"]
+            step.bottom.append(f"{a.role}_row[i] = {stored(value, STORAGE[a.storage])};")
+    steps = _steps(plan)
+    lines = [*step.text(), *_open(plan), f"      for (int64_t t = 0; t < {steps}; ++t) {{", *_checkpoints(plan)]
+    read, last = [a.role for a in plan.reads if a.kind == "sequence"], "T" if plan.end is None else "most"
+    soon = [f"if (large && t + 1 < {last}) prefetch({r}_seq + (t + 1) * N + begin + b, m);" for r in read]
+    lines += [*_rows(plan, "        "), *_blocks(plan, "        ", soon, step), "      }"]
+    if plan.end is not None and (later := _checkpoints(plan)):
+        lines += ["      for (int64_t t = steps; t < T; ++t) {", *later, "      }"]
     return [*lines, *_close(plan)]
 
 
@@ -316,17 +230,19 @@ def _forward(plan: KernelPlan) -> list[str]:
 def _backward(plan: KernelPlan) -> list[str]:
     assert plan.advance is not None
     advance = plan.advance
-    states = [a for a in plan.reads if a.kind == "checkpoint"]
-    ahead = _Step("advance", f"The states of {safe(plan.core)} one step on, on n neurons of a row.", plan, advance)
-    _operand_rows(ahead, advance, plan, "{}_row + (t - start) * tile")
+    states = [a for a in plan.reads if a.kind == "checkpoint" and a.role.to(Kind.STATE) != plan.end]
+    ahead = Step("advance", f"The states of {safe(plan.core)} one step on, on n neurons of a row.", plan, advance)
+    operand_rows(ahead, advance, plan, "{}_row + (t - start) * tile")
     for role, node in advance.outputs.items():
+        if role == plan.end:
+            continue
         ahead.row(f"{role}_next", ROW[node.dtype], f"{role}_row + (t - start + 1) * tile", const=False)
-        ahead.bottom.append(f"{role}_next[i] = {_stored(node, ROW[node.dtype])};")
-    back = _vjp_step(plan)
+        ahead.bottom.append(f"{role}_next[i] = {stored(node, ROW[node.dtype])};")
+    back, steps = _vjp_step(plan), _steps(plan)
     lines = [*(ahead.text() if states else []), *back.text(), *_open(plan)]
     lines += [
-        "      for (int64_t start = (T - 1) / K * K; start >= 0; start -= K) {",
-        "        const int64_t end = start + K < T ? start + K : T;",
+        f"      for (int64_t start = ({steps} - 1) / K * K; start >= 0; start -= K) {{",
+        f"        const int64_t end = start + K < {steps} ? start + K : {steps};",
     ]
     for a in states:
         role = a.role.to(Kind.STATE)
@@ -334,12 +250,17 @@ def _backward(plan: KernelPlan) -> list[str]:
     indent = "          "
     if states:
         rows = _rows(plan, indent, advance.inputs)
-        soon = [f"if (end == T) prefetch({r}_seq + (t + 1) * N + begin + b, m);" for r in of_kind(advance.inputs, Kind.INPUT)]
-        lines += ["        for (int64_t t = start; t + 1 < end; ++t) {", *rows, *_blocks(indent, soon, ahead.call()), "        }"]
+        soon = [f"if (end == {steps}) prefetch({r}_seq + (t + 1) * N + begin + b, m);" for r in of_kind(advance.inputs, Kind.INPUT)]
+        lines += [
+            "        for (int64_t t = start; t + 1 < end; ++t) {",
+            *rows,
+            *_blocks(plan, indent, soon, ahead, writes=False),
+            "        }",
+        ]
     lines += [
         "        for (int64_t t = end - 1; t >= start; --t) {",
         *_rows(plan, indent),
-        *_blocks(indent, _soon(plan, advance.inputs if states else {}), back.call(), plan.writes),
+        *_blocks(plan, indent, _soon(plan, advance.inputs if states else {}), back),
         "        }",
         "      }",
     ]
@@ -348,25 +269,25 @@ def _backward(plan: KernelPlan) -> list[str]:
 
 def _soon(plan: KernelPlan, recomputed: Container[str]) -> list[str]:
     """Return prefetch lines: the inputs of step t - 1, and one step of the inputs of the previous chunk's recomputation."""
-    lines = []
+    lines, going = [], "" if plan.end is None else "t <= most && "
     for a in plan.reads:
         if a.kind == "sequence" and a.role in recomputed:
-            lines.append(f"if (start > 0) prefetch_far({a.role}_seq + (start - K + (end - 1 - t)) * N + begin + b, m);")
+            lines.append(f"if ({going}start > 0) prefetch_far({a.role}_seq + (start - K + (end - 1 - t)) * N + begin + b, m);")
         elif a.kind == "sequence":
-            lines.append(f"if (t > 0) prefetch({a.role}_seq + (t - 1) * N + begin + b, m);")
+            lines.append(f"if ({going}t > 0) prefetch({a.role}_seq + (t - 1) * N + begin + b, m);")
     return lines
 
 
-def _vjp_step(plan: KernelPlan) -> _Step:
+def _vjp_step(plan: KernelPlan) -> Step:
     vjp = plan.step
-    back = _Step("vjp", f"One step back: the vector-Jacobian product of {safe(plan.core)} on n neurons of a row.", plan, vjp)
-    _operand_rows(back, vjp, plan, "{}_row + (t - start) * tile")
+    back = Step("vjp", f"One step back: the vector-Jacobian product of {safe(plan.core)} on n neurons of a row.", plan, vjp)
+    operand_rows(back, vjp, plan, "{}_row + (t - start) * tile")
     sequences = {a.role: a for a in plan.reads if a.kind == "sequence"}
     for a in plan.carried:
         ctype = ROW[a.compute]
         back.row(f"{a.role}_row", ctype, f"{a.role}_row", const=False)
         if a.role.kind is Kind.PARAM_GRAD:
-            back.bottom.append(f"{a.role}_row[i] += {_stored(vjp.outputs[a.role], ctype)};")
+            back.bottom.append(f"{a.role}_row[i] += {stored(vjp.outputs[a.role], ctype)};")
             continue
         cotangent, own = f"{a.role}_row[i]", a.role.to(Kind.STATES_GRAD)
         if own in sequences:
@@ -374,9 +295,9 @@ def _vjp_step(plan: KernelPlan) -> _Step:
             cotangent += f" + load<{ctype}>({own}_row[i])"
         if a.role in vjp.inputs:
             back.top.append(f"const {ctype} {vjp.inputs[a.role].name} = {cotangent};")
-        back.bottom.append(f"{a.role}_row[i] = {_stored(vjp.outputs[a.role], ctype)};")
+        back.bottom.append(f"{a.role}_row[i] = {stored(vjp.outputs[a.role], ctype)};")
     for a in plan.writes:
         if a.kind == "sequence":
             back.row(f"{a.role}_row", STORAGE[a.storage], f"{a.role}_row", const=False)
-            back.bottom.append(f"{a.role}_row[i] = {_stored(vjp.outputs[a.role], STORAGE[a.storage])};")
+            back.bottom.append(f"{a.role}_row[i] = {stored(vjp.outputs[a.role], STORAGE[a.storage])};")
     return back

@@ -57,7 +57,7 @@ def _forward(plan: KernelPlan) -> list[str]:
     def piece(length: int) -> list[str]:
         return [*reads(f.sequences, "rest", length), run("rest", length)]
 
-    lines += f.open()
+    lines += [*f.open(), *f.stop()]
     lines += [f"    {a.role} = {f.first(a)}" for a in plan.carried if a.role in f.nullable]
     lines += [f"    {r}_at = {r}_seq + i" for r in (*f.sequences, *f.written)]
     save: list[str] = []
@@ -78,7 +78,21 @@ def _forward(plan: KernelPlan) -> list[str]:
     lines += indented(body, 2)
     if K > 1:
         lines += [f"    rest = T % {K}", "    if rest > 0:", *indented([*save, *shortest(K if K > 2 else 1, piece)], 2)]
+    if plan.end is not None and not plan.over_parts:
+        lines += _after_the_end(f, K)
     return [*lines, *f.last_rows()]
+
+
+def _after_the_end(f: Frame, K: int) -> list[str]:
+    """Return the lines that store the states at the starts of the chunks that are left when all sequences have ended."""
+    end = f.plan.end
+    lines = []
+    if f.checkpoints:
+        own = [f"{r.to(Kind.STATE)}{' - (start - T)' if r.to(Kind.STATE) == end else ''}" for r in f.checkpoints]
+        lines = [f"for start in range((T + {K - 1}) // {K} * {K}, whole, {K}):", "    saved = (mask & (start > 0)) != 0"]
+        lines.append(f"    saved_at = i + (start // {K} - 1) * N")
+        lines += [f"    tl.store({r}_seq + saved_at, {value}, mask=saved)" for r, value in zip(f.checkpoints, own, strict=True)]
+    return indented([*lines, f"{end} -= whole - T"])
 
 
 # --- backward ------------------------------------------------------------------------------------------------------------------------
@@ -98,6 +112,7 @@ def _backward(plan: KernelPlan) -> list[str]:
     for a in plan.carried:
         zero = f"tl.zeros((BLOCK,), {COMPUTE[a.compute]})"
         lines.append(f"    {a.role} = {f.first(a) if a.role in f.nullable else zero}")
+    lines += f.stop()
     lines += ["    t = begin + T" if plan.over_parts else "    t = T", *(f"    {r}_at = {r}_seq + i + T * N" for r in loop.moving)]
     if loop.states and plan.most is None:
         lines += [f"    saved_at = i + (({'t' if plan.over_parts else 'T'} - 1) // {plan.chunk} - 1) * N  # of the last chunk"]

@@ -141,6 +141,17 @@ class Frame:
             *(f"    {r}_seq += begin * N" for r in (*self.sequences, *self.written)),
         ]
 
+    def stop(self) -> list[str]:
+        """Return the lines that find out after how many steps all sequences of a program have ended, and clear what is written after
+        that."""
+        end = self.plan.end
+        if end is None or self.plan.over_parts:
+            return []
+        (left,) = [a for a in self.plan.reads if a.role == end]
+        lines = [f"{end}_from = {self.first(left)}", f"whole, T = T, tl.maximum(0, tl.minimum(T, tl.max({end}_from)))"]
+        clear = [f"tl.store({r}_seq + i + past * N, 0, mask=mask)" for r in self.written]
+        return indented([*lines, "for past in range(T, whole):  # all sequences have ended", *indented(clear)])
+
     def describe(self) -> list[str]:
         notes = []
         for role in self.nullable:

@@ -8,7 +8,7 @@ from collections.abc import Container
 import torch
 
 from .._ir.graph import Graph, Node, reachable
-from .cpp import float32
+from .cpp_step import float32
 from .language import Language
 from .triton_ops import TEXTS
 

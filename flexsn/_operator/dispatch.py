@@ -16,6 +16,7 @@ from .._capture.inner import MIXES, MOST
 from .._capture.signature import Signature, check_operands, core_name, make_signature, torchscript_refused
 from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues
+from .._captured.uneven import Uneven
 from .._ir.graph import HALF
 from .._program.cache import cut_for
 from .._program.inner import inner_dims, layout_of
@@ -276,7 +277,7 @@ def apart_from_mixing(error: FlexSNError, key: tuple | None, asked: CoreCall) ->
     nowhere = key is None and not isinstance(error, ShapeMismatchError)
     autocast = fork.autocast_dtype(asked.inputs[0].device.type)
     loops = autocast is None and any(t is not None and t.dtype in HALF for t in asked.operands)
-    if not mixes or nowhere or seen.wrap is not None:
+    if not mixes or nowhere or not isinstance(seen.wrap, Uneven | None):
         raise error
     if loops:
         misfit = isinstance(error, ShapeMismatchError)
@@ -318,7 +319,8 @@ def run_parts(runs: Callable[[CapturedValues], Result], error: FlexSNError, aske
     if isinstance(error, ComplexStepError):
         look = seen.wrapped(error.layout)
         return look, runs(look)
-    if seen.wrap is not None or (isinstance(error, NotElementwiseError) and MIXES not in error.reason):  # but a backward, or a return
+    backs = isinstance(error, NotElementwiseError) and MIXES not in error.reason  # a backward, or a return
+    if backs or not isinstance(seen.wrap, Uneven | None):
         raise error
     given = [tuple(x.shape[1:]) for x in inputs] + [() if v is None else tuple(v.shape) for v in states]
     misfit, why = isinstance(error, ShapeMismatchError), error

@@ -122,15 +122,14 @@ class SourceOf:
     def __init__(self, core: Any, seen: CapturedValues, sig: Signature):
         method = isinstance(core, types.MethodType)
         self.core: Any = weakref.WeakMethod(core) if method else weakref.ref(core)
-        self.seen, self.sig, self.fingerprint, self.wrap = weakref.ref(seen), sig, seen.fingerprint, seen.wrap
+        self.seen, self.sig, self.fingerprint, self.wraps = weakref.ref(seen), sig, seen.fingerprint, seen.wraps
         function = isinstance(core, (types.FunctionType, functools.partial))
         self.keep = self.core if function and (seen.simple or not seen.owned) else None
 
     def __call__(self) -> tuple[Callable, dict[str, Tensor]]:
         core, seen = self.core(), self.seen()
         if core is not None and (seen is None or not seen.valid(core)):
-            seen = CapturedValues(core)
-            seen = seen if self.wrap is None else seen.wrapped(self.wrap)
+            seen = functools.reduce(CapturedValues.wrapped, self.wraps, CapturedValues(core))
         if core is None or seen is None or seen.fingerprint != self.fingerprint:
             what = "is gone" if core is None else "captures something else now"
             raise DoubleBackwardError(

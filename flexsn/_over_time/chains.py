@@ -50,15 +50,16 @@ class _Chain(Walk):
     def neuron(self, neuron: Any, inputs: Sequence[Tensor]) -> Any:
         with self.on(None):
             anew, states = begins(neuron, inputs)
-            outputs, finals, sequences = neuron.run(tuple(inputs), states, neuron.store_state_seqs)
+            outputs, finals, sequences = self.run(neuron, inputs, states)
         self.left.append((neuron, anew, finals, sequences))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def run_chain(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
+def run_chain(layers: Sequence[nn.Module], x: Tensor, lengths: Tensor | None) -> Tensor | None:
     """Return what the last layer gives at all steps `[T, *shape]`; None, and nothing is carried, where a layer gives something else than
-    one tensor, or takes more dims than a step has."""
+    one tensor, or takes more dims than a step has. `lengths`: of the sequences, as of `Walk`."""
     run = _Chain()
+    run.lengths = lengths
     with run.on(run):
         for layer in layers:
             if x.dim() <= _least(layer):

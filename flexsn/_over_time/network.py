@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._captured.uneven import cleared
 from .._operator.fallback import warn_once
 from .._torch.autograd import current_backward
 from .._torch.compiling import outside_dynamo
@@ -36,11 +38,23 @@ class OverTime(nn.Module):
         self._reasons: dict[tuple[bool, ...], StepByStepError] = {}  # by which modules train
 
     @outside_dynamo("flexsn.over_time calls the network with tensors that stand for one step: compile what lies around it")
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """`[T, *shape]` of each input to `[T, *shape]` of each output."""
+    def forward(self, *inputs: Any, lengths: Tensor | None = None, **named: Any) -> Any:
+        """`[T, *shape]` of each input to `[T, *shape]` of each output.
+
+        Args:
+            lengths: int32 or int64 `[B]`: how many steps each sequence has, of inputs `[T, B, *]`. Neurons stop there, as of `flexsn.scan`,
+                and outputs `[T, B, *]` are zero after it; other layers, a batch norm in training among them, see all steps.
+        """
         if isinstance(walking.now, AllSteps):
             raise StepByStepError("a step calls another `over_time`")
-        if len(inputs) == 1 and not named and (chained := self._chained(inputs[0])) is not None:
+        if lengths is not None and "lengths" in inspect.signature(self.network.forward).parameters:
+            raise ArgumentError("over_time takes `lengths`, and so does the network", hint="Give it another name there.")
+        results = self._run(inputs, named, lengths)
+        return results if lengths is None else mapped(lambda y: cleared(y, lengths) if isinstance(y, Tensor) else y, results)
+
+    def _run(self, inputs: tuple[Any, ...], named: dict[str, Any], lengths: Tensor | None) -> Any:
+        """Run the network; outputs past the lengths may be anything."""
+        if len(inputs) == 1 and not named and (chained := self._chained(inputs[0], lengths)) is not None:
             if self.reason is not None:
                 self.reason = None
             return chained
@@ -51,7 +65,7 @@ class OverTime(nn.Module):
         if why is None:
             before, versions = _Before(modules), _versions(given)
             try:
-                results = self._at_once(T, given, modules, before)
+                results = self._at_once(T, given, modules, before, lengths)
             except Exception as error:  # whatever it is: the loop raises what the user's own step does
                 before.restore()
                 if current_backward() >= 0:  # an activation checkpoint runs the call again, and stops it when it has what it needs
@@ -59,28 +73,29 @@ class OverTime(nn.Module):
                 if isinstance(error, StaleStateError) or _versions(given) != versions:  # a loop would go on from what is written
                     raise
                 why = error if isinstance(error, StepByStepError) else StepByStepError(_told(error))
-                results = self._step_by_step(T, given, why)
+                results = self._step_by_step(T, given, why, lengths)
                 self._reasons[training] = why
         else:
-            results = self._step_by_step(T, given, why)
+            results = self._step_by_step(T, given, why, lengths)
         self.reason = None if why is None else why.reason
         return results
 
-    def _chained(self, x: Any) -> Tensor | None:
+    def _chained(self, x: Any, lengths: Tensor | None) -> Tensor | None:
         """Return what a chain of layers makes of a sequence; None where the network is none, or a layer raises: what is said of it then
         comes from a call with steps."""
         if type(x) is not Tensor or not x.dim() or x.dtype is torch.bool or (layers := chain(self.network)) is None:
             return None
         try:
-            return run_chain(layers, x)
+            return run_chain(layers, x, lengths)
         except Exception:  # whatever it is, the call with steps raises it anew
             if current_backward() >= 0:  # an activation checkpoint runs the call again, and stops it when it has what it needs
                 raise
             return None
 
-    def _at_once(self, T: int, given: Any, modules: Sequence[nn.Module], before: _Before) -> Any:
+    def _at_once(self, T: int, given: Any, modules: Sequence[nn.Module], before: _Before, lengths: Tensor | None) -> Any:
         counts = [m.num_batches_tracked for m in modules if isinstance(m, BATCH_NORMS) and m.training and m.num_batches_tracked is not None]
         walk = AllSteps(T, counts, [m for m in modules if _is_neuron(m)])
+        walk.lengths = lengths
         with walk, walk.on(walk):
             inputs, named = mapped(lambda x: walk.step_of(x) if isinstance(x, Tensor) else x, given)
             results = self.network(*inputs, **named)
@@ -98,15 +113,19 @@ class OverTime(nn.Module):
         walk.finish()
         return sequences
 
-    def _step_by_step(self, T: int, given: Any, why: StepByStepError) -> Any:
+    def _step_by_step(self, T: int, given: Any, why: StepByStepError, lengths: Tensor | None) -> Any:
         if self.strict:
             raise why
         if not T:
             raise SequenceLengthError("over_time runs this network step by step, and there is no step", hint=f"Because {why.reason}.")
         walk = PlainLoop()
         try:
+            steps = []
             with walk.on(walk):
-                steps = [self.network(*inputs, **named) for inputs, named in (_at(t, given) for t in range(T))]
+                for t in range(T):
+                    walk.lengths = None if lengths is None else lengths - t
+                    inputs, named = _at(t, given)
+                    steps.append(self.network(*inputs, **named))
         except BaseException:  # whatever ends the call, it has carried nothing
             walk.undo()
             raise

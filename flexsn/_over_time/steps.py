@@ -274,7 +274,7 @@ def _run_neuron(walk: AllSteps, neuron: Any, *inputs: Tensor) -> Any:
     """Run a neuron over sequences."""
     walk.show(neuron)
     anew, states = begins(neuron, inputs)
-    outputs, finals, sequences = neuron.run(tuple(inputs), states, neuron.store_state_seqs)
+    outputs, finals, sequences = walk.run(neuron, inputs, states)
     walk.left[neuron] = anew, finals, sequences
     walk.hide(neuron)
     return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._captured.uneven import Ends
 from .._operator.checkpointed import starts_anew
 from .._torch.autograd import current_backward
 
@@ -25,7 +26,18 @@ walking = _Walking()
 
 
 class Walk:
-    """One run of a network over a sequence."""
+    """One run of a network over a sequence.
+
+    Attributes:
+        lengths: how many steps each sequence of the batch has left; None where all have as many.
+    """
+
+    lengths: Tensor | None = None
+
+    def run(self, neuron: Any, inputs: Sequence[Tensor], states: Sequence[Tensor | None]) -> Any:
+        """Run a neuron over sequences; return outputs, final states and, if it stores them, the states of every step."""
+        ends = None if self.lengths is None else Ends(self.lengths, None, states)
+        return neuron.run(tuple(inputs), states, neuron.store_state_seqs, ends)
 
     @contextmanager
     def on(self, walk: Walk | None) -> Iterator[None]:
@@ -79,7 +91,7 @@ class PlainLoop(Walk):
             states: Sequence[Tensor | None] = before
             if neuron not in self.held or (neuron.stateful and neuron.states is not before):  # a step may reset it
                 anew, states = begins(neuron, one)
-            outputs, finals, sequences = neuron.run(tuple(one), states, neuron.store_state_seqs)
+            outputs, finals, sequences = self.run(neuron, one, states)
         trail.append(sequences or [])
         finals = list(finals)
         self.held[neuron] = anew, finals, trail

@@ -74,6 +74,7 @@ class KernelPlan:
         matrix: of a kernel over parts of time (`parallel_time.py`), the entries of the matrix that it carries: row and column.
         over_parts: whether each of its programs walks one part of time, whose steps are an argument of the kernel.
         numbers: whether constants of the core are arguments of the kernel, which serves others then; else they are part of its text.
+        end: the state that counts down to the end of a sequence (`_ir/ends.py`): of neurons whose sequences have ended nothing is computed.
     """
 
     core: str
@@ -87,6 +88,7 @@ class KernelPlan:
     numbers: bool = True
     matrix: tuple[tuple[int, int], ...] = ()
     over_parts: bool = False
+    end: Role | None = None
 
     @property
     def step(self) -> Graph:
@@ -128,7 +130,7 @@ class KernelPlan:
         """Bytes of fast memory that one neuron of a tile needs."""
         rows = sum(a.compute.itemsize for a in self.carried)
         if self.direction == "backward":
-            states = sum(a.compute.itemsize for a in self.reads if a.kind == "checkpoint")
+            states = sum(a.compute.itemsize for a in self.reads if a.kind == "checkpoint" and a.role.to(Kind.STATE) != self.end)
             inputs = sum(a.storage.itemsize for a in self.reads if a.kind == "sequence" and a.role.kind is Kind.INPUT)
             rows += self.chunk * (states + inputs)
         return rows + sum(a.compute.itemsize for a in self.arguments if a.kind == "param")
@@ -275,6 +277,11 @@ def with_parts(made: KernelPlan, like: Mapping[Role, Role]) -> KernelPlan:
     read = {a.role for a in made.reads}
     reads = [dataclasses.replace(a, like=like[a.role]) if like.get(a.role) in read else a for a in made.reads]
     return dataclasses.replace(made, reads=tuple(reads)) if like else made
+
+
+def with_end(made: KernelPlan, end: Role | None) -> KernelPlan:
+    """Return the plan of a kernel that stops at the end of sequences, if it reads the state that counts down to it, `end`."""
+    return dataclasses.replace(made, end=end) if any(a.role == end for a in made.reads) else made
 
 
 def plan_backward(

@@ -21,6 +21,7 @@ from .._capture.signature import Signature
 from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues, lock
 from .._captured.side_effects import no_side_effects
+from .._ir.ends import end_of
 from .._ir.roles import Kind, Role, of_kind, roles
 from .._plan import parallel_time, plan
 from .._runtime.backends import BACKENDS, Kernel, NoKernel
@@ -44,11 +45,12 @@ class Program:
         self._kernels: dict[tuple, Kernel] = {}
         self._expected: dict[tuple, str] = {}  # sources of those that are being built
         self.graph, self.params = blueprint.forward.graph, blueprint.forward.statics.params
+        self.end = end_of(self.graph)
         self.prologue = cut(blueprint.forward.statics, self.params)
         sig = self.sig
         itemsize = max(m.dtype.itemsize for m in blueprint.metas[: sig.num_inputs])
         self.ops = blueprint.ops or len(self.graph.nodes)
-        sizes = (sig.num_inputs, sig.num_states, self.ops, itemsize)
+        sizes = (sig.num_inputs, sig.num_states - (self.end is not None), self.ops, itemsize)
         self.chunk, self.inference_chunk = (self.backend.chunk(*sizes, checkpoint) for checkpoint in (True, False))
         self._vjp: Vjp | None = None
         self.duals: dict[tuple, Any] = {}  # of `dual.py`
@@ -114,13 +116,13 @@ class Program:
         storage = self.storage | {Role(Kind.INPUT, k): d for k, d in enumerate(inputs)}
         chunk = self.chunk if checkpoint else self.inference_chunk
         made = plan.plan_forward(self.graph, storage, chunk=chunk, checkpoint=checkpoint, sequences=sequences)
-        return plan.with_parts(made, parts_of_one(self.params))
+        return plan.with_parts(plan.with_end(made, None if sequences else self.end), parts_of_one(self.params))
 
     def backward_plan(self, inputs: Sequence[torch.dtype], wanted: Sequence[str], cotangents: Sequence[str]) -> plan.KernelPlan:
         """Return the backward kernel for many steps."""
         storage = self._storage_of(inputs)
         made = plan.plan_backward(self.vjp.graph, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
-        return plan.with_parts(made, parts_of_one(self.vjp.params))
+        return plan.with_parts(plan.with_end(made, self.end), parts_of_one(self.vjp.params))
 
     def _storage_of(self, inputs: Sequence[torch.dtype]) -> dict[Role, torch.dtype]:
         """Return the dtypes in memory of what a backward reads and writes."""

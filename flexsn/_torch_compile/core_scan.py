@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._captured.captured_values import look
+from .._captured.uneven import Ends, uneven_step
 from .._operator.dispatch import run_core
 from .._torch.compiling import outside_dynamo, unseen_by_dynamo
 from .._torch.tracing import HigherOrderOperator
@@ -117,3 +118,19 @@ def compile_core(
     n = len(states)
     outs = len(results) - (2 * n if sequences else n)
     return list(results[outs : outs + n]), list(results[outs + n :]), list(results[:outs])
+
+
+def run_uneven(
+    core: Callable, owner: Any, inputs: tuple[Tensor, ...], states: tuple[Tensor | None, ...], params: tuple[Tensor, ...], ends: Ends,
+    **options: Any,
+) -> Results:  # fmt: skip
+    """Run a call over sequences that end, or start anew, each at steps of its own; `options` as of `run_core`."""
+    wrap, own_inputs, own_states, own_params = ends.among(core, inputs, states, params)
+    operands = own_inputs, own_states, own_params
+    if torch.compiler.is_dynamo_compiling():
+        found = compile_core(uneven_step(core, *wrap), owner, *operands, **options)
+    else:
+        seen, own = (look(core), core) if owner is None else (owner.captured_values(), owner._looked_at)
+        found = run_core(own, wrap.look(core, seen), *operands, **options)
+    finals, trail, outputs = found
+    return finals[: len(states)], trail[: len(states)], outputs

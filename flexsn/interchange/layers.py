@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._captured.uneven import Ends
 from ..errors import ArgumentError, ShapeMismatchError, StateMismatchError
 from ..module import FlexSN
 
@@ -107,9 +108,11 @@ class Delay(FlexSN):
         self._measure()
 
     def run(
-        self, inputs: tuple[Tensor, ...], states: Sequence[Tensor | None], sequences: bool
+        self, inputs: tuple[Tensor, ...], states: Sequence[Tensor | None], sequences: bool, ends: Ends | None = None
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
         """The delayed sequence, and the last inputs of all; there are no states of every step."""
+        if ends is not None:
+            raise ArgumentError("Delay: takes neither `lengths` nor `resets`", hint="Run sequences of one length at a time.")
         (x,), (carried,) = inputs, states
         past = carried if carried is not None and self.longest else x.new_zeros(self.longest, *x.shape[1:])
         self._check(x, past)

@@ -14,7 +14,7 @@ import flexsn
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
 from flexsn._codegen import cpp as render_cpp
-from flexsn._codegen.cpp import literal
+from flexsn._codegen.cpp_step import literal
 from flexsn._ir.graph import Builder
 from flexsn._operator.mixing.cut import take_apart
 from flexsn._program import compiled as compiling

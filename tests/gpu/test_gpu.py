@@ -224,3 +224,20 @@ def test_no_later_size_builds_anything():
     for T, N in ((5, 4096), (1000, 7), (4, 1 << 18), (3, (1 << 18) + 1), (12, 1 << 18), (40, 200_000)):
         train(T, N)
     assert built() == before
+
+
+@pytest.mark.parametrize("shape", [(40, 300), (3, 5), (64, 16)])
+@pytest.mark.parametrize("T", [1, 7, 50])
+def test_lengths_and_resets(T, shape):
+    """Programs of sequences of which all, some or none have ended; lengths on the CPU."""
+    torch.manual_seed(0)
+    x, v = operands(T, *shape).requires_grad_(), torch.rand(shape, device="cuda", requires_grad=True)
+    lengths, resets = torch.randint(-1, T + 2, shape[:1]), torch.rand(T, shape[0], device="cuda") < 0.2
+    runs = []
+    for backend in ("triton", "torch"):
+        found = flexsn.scan(core, [x], [v], lengths=lengths, resets=resets, backend=backend)
+        results = [*found.outputs, *found.states]
+        runs.append([*results, *torch.autograd.grad(sum([y.square().sum() for y in results]), [x, v])])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert torch.equal(runs[0][0], runs[1][0])

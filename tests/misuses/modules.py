@@ -112,10 +112,17 @@ def input_by_name(backend):
 
 
 @misuse(
-    "a `PackedSequence` to a module", raises(errors.OperandTypeError, "input `x` must be a tensor, not PackedSequence", "rnn.pad_packed_sequence(")
-)  # fmt: skip
+    "a `PackedSequence` to a module of single steps",
+    raises(errors.OperandTypeError, "input `x` must be a tensor, not PackedSequence", "rnn.pad_packed_sequence("),
+)
 def module_packed(backend):
-    return neuron(backend)(torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])), None
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    return neuron(backend, step_mode="s")(packed), None
+
+
+@misuse("`lengths` to a module of single steps", raises(errors.ArgumentError, "takes one step", 'step_mode="m"'))
+def lengths_of_a_step(backend):
+    return neuron(backend, step_mode="s")(X, lengths=torch.ones(X.shape[1], dtype=torch.long)), None
 
 
 @misuse("a list of inputs to a module", raises(errors.OperandTypeError, "input `x` must be a tensor, not list"))

@@ -81,11 +81,38 @@ def input_numpy(backend):
 PACKED = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
 
 
-@misuse(
-    "a `PackedSequence` as an input", raises(errors.OperandTypeError, "input `x` must be a tensor, not PackedSequence", "rnn.pad_packed_sequence(")
-)  # fmt: skip
-def input_packed(backend):
-    return scan(backend, [PACKED])
+def uneven(backend, **given):
+    return flexsn.scan(leaky, [X], [None], backend=backend, **given), None
+
+
+@misuse("`lengths` in a list", raises(errors.OperandTypeError, "`lengths` must be a tensor, not list", "torch.as_tensor(lengths)"))
+def lengths_list(backend):
+    return uneven(backend, lengths=[3] * X.shape[1])
+
+
+@misuse("`lengths` of another batch", raises(errors.ShapeMismatchError, "`lengths` has the shape", "one number per sequence"))
+def lengths_size(backend):
+    return uneven(backend, lengths=torch.ones(X.shape[1] + 1, dtype=torch.long))
+
+
+@misuse("`lengths` that are no integers", raises(errors.OperandTypeError, "`lengths` is of torch.float32", "lengths.to(torch.int64)"))
+def lengths_floats(backend):
+    return uneven(backend, lengths=torch.ones(X.shape[1]))
+
+
+@misuse("`resets` of one step", raises(errors.ShapeMismatchError, "`resets` has the shape", "`[T, B]`"))
+def resets_step(backend):
+    return uneven(backend, resets=torch.ones(X.shape[1], dtype=torch.bool))
+
+
+@misuse("`reset_states` without `resets`", raises(errors.ArgumentError, "`reset_states` is given", "Give `resets`"))
+def reset_states_alone(backend):
+    return uneven(backend, reset_states=(None,))
+
+
+@misuse("packed inputs beside others", raises(errors.OperandTypeError, "some are packed", "rnn.pad_packed_sequence("))
+def packed_beside(backend):
+    return flexsn.scan(lambda x, y, v: (x + y, v), [PACKED, torch.ones(3, 2)], [None], backend=backend), None
 
 
 @misuse(

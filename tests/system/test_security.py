@@ -22,7 +22,7 @@ from test_faults import USE
 import flexsn
 from flexsn._capture.signature import make_signature
 from flexsn._capture.trace import Meta
-from flexsn._codegen.cpp import literal
+from flexsn._codegen.cpp_step import literal
 from flexsn._codegen.language import safe, where_of
 from flexsn._codegen.triton_values import literal as triton_literal
 from flexsn._ir.graph import Builder

@@ -202,6 +202,24 @@ ONCE void store_checkpoint(const T* row, const Parts& parts, int64_t chunk, int6
     if (steps > 0) std::memcpy(checkpoints + (steps / K - 1) * parts.N + first, row + i, run * sizeof(T));
   });
 }
+// The same of how many steps are left, `row` at first.
+ONCE void store_left(const int32_t* row, const Parts& parts, int64_t chunk, int64_t K, int64_t begin, int64_t n, int32_t* checkpoints) {
+  parts.runs(begin, n, [=](int64_t part, int64_t first, int64_t i, int64_t run) {
+    const int64_t steps = part * parts.T + chunk * K;
+    for (int64_t j = 0; steps > 0 && j < run; ++j) checkpoints[(steps / K - 1) * parts.N + first + j] = row[i + j] - int32_t(chunk * K);
+  });
+}
+// After how many of T steps the first and the last sequence of every block of neurons end; returns that of the last of all.
+ONCE int64_t ends_of(const int32_t* left, int64_t n, int64_t T, int32_t* least, int32_t* most) {
+  int32_t last = 0;
+  for (int64_t b = 0; b < n; b += BLOCK) {
+    int32_t low = left[b], high = 0;
+    for (int64_t i = b; i < n && i < b + BLOCK; ++i) low = left[i] < low ? left[i] : low, high = left[i] > high ? left[i] : high;
+    least[b / BLOCK] = low, most[b / BLOCK] = high;
+    last = high > last ? high : last;
+  }
+  return up_to(T, last);
+}
 // What passes from part to part of time: `arrays` holds b of every part, the entries of A, and what comes in at the first part, or null.
 template <class T, int states> struct Carried {
   T* const* arrays;
@@ -229,5 +247,8 @@ template <class T, int states> struct Carried {
 };
 template <class To, class T> ONCE void last_row(const T* row, int64_t begin, int64_t n, To* out) {
   for (int64_t i = 0; i < n; ++i) out[begin + i] = store<To>(row[i]);
+}
+ONCE void last_left(const int32_t* row, int64_t T, int64_t begin, int64_t n, int32_t* out) {
+  for (int64_t i = 0; i < n; ++i) out[begin + i] = row[i] - int32_t(T);
 }
 }  // namespace flexsn
