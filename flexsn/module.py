@@ -207,8 +207,8 @@ class FlexSN(CoreOwner):
         for x in inputs:
             if not isinstance(x, Tensor) or not (x.dim() or self.step_mode == "s"):
                 given: Any = x
-                if isinstance(given, PackedSequence) and not self._takes_one_step() and not uneven:
-                    return over_packed(self, inputs, core_name(self.core))
+                if isinstance(given, PackedSequence) and not self._takes_one_step():
+                    return over_packed(self, inputs, core_name(self.core), uneven)
                 self._check_inputs(inputs)
         if torch.compiler.is_dynamo_compiling() or not self.stateful or (self._within is None and current_backward() < 0):
             anew = not self.stateful or self.states is None

@@ -62,9 +62,10 @@ def scan(
             tensors (its part of the loss), which are summed over the pieces and returned in place of the outputs.
         lengths: int32 or int64 `[B]`, on any device: how many steps each sequence has, where inputs are `[T, B, *]`. More than T acts as T,
             less than 0 as 0. Past its end a sequence's outputs are zero, its states stay as they are (in state sequences, too), and no
-            gradient flows; what its inputs hold there is of no matter. The host does not read it.
-        resets: bool `[T, B]`: before which steps a sequence starts anew, from `reset_states`; gradients are cut there. With inputs in
-            pieces, `lengths` is that of the whole, and `resets` is not there.
+            gradient flows; what its inputs hold there is of no matter. The host does not read it. With inputs in pieces it is that of
+            the whole. The batch is the first dim of a step of the input that has most.
+        resets: bool `[T, B]`: before which steps a sequence starts anew, from `reset_states`; gradients are cut there. Not with inputs in
+            pieces.
         reset_states: where it starts anew, one for each state, as `states` are; by default from `states`.
 
     Returns:
@@ -86,7 +87,7 @@ def scan(
             found = scan(core, inputs, states, params, lengths=lengths, **more, **options)
             return *found.outputs, [*found.states]
 
-        *outputs, finals = over_packed(padded, inputs, core_name(core))
+        *outputs, finals = over_packed(padded, inputs, core_name(core), lengths is not None or reduce is not None)
         return ScanResult(tuple(outputs), tuple(finals))
     if reset_states is not None and resets is None:
         raise ArgumentError("`reset_states` is given, and `resets` is not", core=core_name(core), hint="Give `resets`, bool `[T, B]`.")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "flexsn"
 AROUND = {"neurons", "lowlevel", "_viz", "_report", "interchange", "_cli"}  # what stands on the engine
-CEILINGS = {"lowlevel": 999, "engine": 15_977, "package": 22_733, "C++": 849}
+CEILINGS = {"lowlevel": 999, "engine": 16_020, "package": 22_776, "C++": 849}
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -36,12 +36,14 @@ class Uneven(NamedTuple):
         ends: whether sequences have lengths: then the last state is how many steps are left.
         resets: whether they start anew: then the last input says before which steps.
         starts: of every state, whether a param, behind those of the core, says where it starts anew; else at zero.
+        own: of every input, whether each sequence has values of its own; all share those of one with fewer dims.
     """
 
     sizes: tuple[int, int, int]
     ends: bool
     resets: bool
     starts: tuple[bool, ...]
+    own: tuple[bool, ...]
 
     def __call__(self, core: Callable) -> Callable:
         return uneven_step(core, *self)
@@ -71,7 +73,9 @@ class Uneven(NamedTuple):
         return found
 
 
-def uneven_step(core: Callable, sizes: tuple[int, int, int], ends: bool, resets: bool, starts: tuple[bool, ...]) -> Callable:
+def uneven_step(
+    core: Callable, sizes: tuple[int, int, int], ends: bool, resets: bool, starts: tuple[bool, ...], own: tuple[bool, ...]
+) -> Callable:  # fmt: skip
     """Return one step of a core over uneven sequences; arguments as of `Uneven`."""
 
     def step(*operands: Tensor) -> Any:
@@ -82,7 +86,7 @@ def uneven_step(core: Callable, sizes: tuple[int, int, int], ends: bool, resets:
         before = states
         if ends:
             left, operands = operands[0], operands[1:]
-            inputs = tuple([_chosen(left > 0, x, x.new_zeros(())) for x in inputs])
+            inputs = tuple([_chosen(left > 0, x, x.new_zeros(())) if each else x for x, each in zip(inputs, own, strict=True)])
         if resets:
             anew = list(operands[sizes[2] :])
             first = [anew.pop(0) if there else v.new_zeros(()) for v, there in zip(states, starts, strict=True)]
@@ -99,10 +103,22 @@ def uneven_step(core: Callable, sizes: tuple[int, int, int], ends: bool, resets:
 
 
 def _chosen(condition: Tensor, value: Tensor, other: Tensor) -> Tensor:
-    """Return a value where a condition holds, which has the first dims of it, else the other."""
-    for _ in range(value.dim() - condition.dim()):
+    """Return a value where a condition `[B, 1, ...]` holds, which is of the first dim of it, else the other."""
+    missing = value.dim() - condition.dim()
+    for _ in range(missing):
         condition = condition.unsqueeze(-1)
+    if missing < 0 and value.dim() and value.shape[0] == condition.shape[0]:  # a sum over the last dim, say
+        condition = condition.reshape(-1, *[1] * (value.dim() - 1))
     return torch.where(condition, value, other)
+
+
+def check_lengths(lengths: Any, inputs: Sequence[Tensor]) -> None:
+    """Refuse what are no lengths of sequences of any of the inputs of a network."""
+    sizes = [x.shape[1:2] for x in inputs if x.dim() > 1]
+    if not sizes:
+        raise ShapeMismatchError("over_time is given lengths, and no input `[T, B, *]`", core="over_time")
+    own = getattr(lengths, "shape", None)
+    _check("lengths", lengths, own if own in sizes else sizes[0], (torch.int64, torch.int32), "over_time")
 
 
 def cleared(sequence: Tensor, lengths: Tensor) -> Tensor:
@@ -114,17 +130,21 @@ def cleared(sequence: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(going.reshape(T, -1, *[1] * (sequence.dim() - 2)), sequence, sequence.new_zeros(()))
 
 
-def over_packed(run: Callable[..., Any], inputs: Sequence[Any], core: str) -> Any:
+def over_packed(run: Callable[..., Any], inputs: Sequence[Any], core: str, beside: bool) -> Any:
     """Return what `run(*inputs, lengths=)` gives for packed sequences, its outputs `[T, B, *]` packed as these are.
 
     Args:
         run: returns a tensor, or a tuple of outputs and, it may be, something else.
+        beside: whether something else that says where sequences end is given.
 
     Raises:
+        ArgumentError: they are.
         OperandTypeError: some inputs are not packed, or in another way than the first.
     """
     first = inputs[0]
-    if not all(isinstance(x, PackedSequence) and torch.equal(x.batch_sizes, first.batch_sizes) for x in inputs):
+    if beside:
+        raise ArgumentError("takes a PackedSequence, which says how long sequences are, and `lengths` or `resets`", core=core, hint=PADDED)
+    if not all(isinstance(x, PackedSequence) and _alike(x, first) for x in inputs):
         raise OperandTypeError("takes inputs of which some are packed, and some are not, or not alike", core=core, hint=PADDED)
     padded = [pad_packed_sequence(x) for x in inputs]
     lengths = padded[0][1]
@@ -138,6 +158,13 @@ def over_packed(run: Callable[..., Any], inputs: Sequence[Any], core: str) -> An
 
     found = run(*[x for x, _ in padded], lengths=lengths)
     return tuple([packed(y) for y in found]) if isinstance(found, tuple) else packed(found)
+
+
+def _alike(a: PackedSequence, b: PackedSequence) -> bool:
+    """Whether two packed sequences have the same lengths, in the same order of the batch."""
+    one, other = a.sorted_indices, b.sorted_indices
+    same = one is other if one is None or other is None else torch.equal(one, other)
+    return same and torch.equal(a.batch_sizes, b.batch_sizes)
 
 
 class Ends(NamedTuple):
@@ -161,17 +188,24 @@ class Ends(NamedTuple):
         Raises:
             ArgumentError, OperandTypeError, ShapeMismatchError: they are not what `flexsn.scan` says.
         """
-        name, first = core_name(core), inputs[0] if inputs else None
-        if not isinstance(first, Tensor) or first.dim() < 2:
+        name, first = core_name(core), None
+        for x in inputs:
+            if isinstance(x, Tensor) and (first is None or (x.dim(), x.shape[1:2]) > (first.dim(), first.shape[1:2])):
+                first = x
+        if first is None or first.dim() < 2:
             raise ShapeMismatchError(
-                "is given lengths or resets, and its first input has no dim of sequences", core=name,
+                "is given lengths or resets, and no input has a dim of sequences", core=name,
                 hint="Inputs are `[T, B, *]`: `lengths` has one number, and `resets` one column, for each of the B sequences.",
             )  # fmt: skip
         if len(self.states) != len(states):
             raise ArgumentError(f"has {len(states)} states, and `reset_states` {len(self.states)}", core=name, hint="Give one for each.")
+        for v in self.states:
+            if self.resets is not None and v is not None and not isinstance(v, Tensor):
+                raise OperandTypeError(f"`reset_states` has a {type(v).__name__}: give tensors, or None for zeros", core=name)
         ones, starts = (1,) * (first.dim() - 2), [None if self.resets is None else v for v in self.states]
         sizes, given = (len(inputs), len(states), len(params)), tuple([v is not None for v in starts])
-        wrap = Uneven(sizes, self.lengths is not None, self.resets is not None, given)
+        own = tuple([isinstance(x, Tensor) and x.dim() >= first.dim() for x in inputs])
+        wrap = Uneven(sizes, self.lengths is not None, self.resets is not None, given, own)
         inputs, states, params = tuple(inputs), tuple(states), (*params, *[v for v in starts if v is not None])
         if self.resets is not None:
             _check("resets", self.resets, first.shape[:2], (torch.bool,), name)

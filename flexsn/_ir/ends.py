@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .graph import Graph, Node
+from .graph import Graph, Node, Shape
 from .roles import Kind, Role, of_kind
 
 
@@ -18,6 +18,20 @@ def end_of(graph: Graph) -> Role | None:
             if others and all(_stays(node, left, graph.inputs.get(r) if r.kind is Kind.STATE else None) for r, node in others.items()):
                 return role
     return None
+
+
+def stopping(vjp: Graph, end: Role) -> Graph:
+    """Return a VJP by which nothing flows where the state `end` is 0 or less, whatever it computes there: 0 times infinity, say."""
+    left, nodes, outputs = vjp.inputs.get(end), [*vjp.nodes], dict(vjp.outputs)
+    going = next((n for n in vjp.nodes if left is not None and is_going(n, left)), None)
+    for role, node in vjp.outputs.items() if going is not None else ():
+        zero = Node("const", (), node.dtype, "0", 0, shape=Shape.NUMBER)
+        other = vjp.inputs.get(role) if role.kind is Kind.STATE_GRAD else zero
+        stops = node.op == "where" and node.args[0] is going and node.args[2].op == "const" and not node.args[2].value
+        if role.kind.is_grad and other is not None and not (stops and other is zero) and node.op != "const":
+            outputs[role] = Node("where", (going, node, other), node.dtype, f"{role}_going")  # type: ignore[arg-type]  # it was found
+            nodes.append(outputs[role])
+    return Graph(vjp.core, vjp.inputs, outputs, nodes)
 
 
 def is_going(node: Node, left: Node) -> bool:

@@ -210,6 +210,8 @@ class Builder:
             return self.op("sub" if op == "add" else "add", args[0], last.args[0])
         if op == "neg" and last.op == "neg":
             return last.args[0]
+        if op == "where" and args[1] is last:
+            return last
         return None
 
     def copy(self, node: Node, args: tuple[Node, ...]) -> Node:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._captured.uneven import cleared
+from .._captured.uneven import check_lengths, cleared
 from .._operator.fallback import warn_once
 from .._torch.autograd import current_backward
 from .._torch.compiling import outside_dynamo
@@ -43,12 +43,15 @@ class OverTime(nn.Module):
 
         Args:
             lengths: int32 or int64 `[B]`: how many steps each sequence has, of inputs `[T, B, *]`. Neurons stop there, as of `flexsn.scan`,
-                and outputs `[T, B, *]` are zero after it; other layers, a batch norm in training among them, see all steps.
+                inputs and outputs `[T, B, *]` are zero after it; other layers, a batch norm in training among them, see all steps.
         """
         if isinstance(walking.now, AllSteps):
             raise StepByStepError("a step calls another `over_time`")
-        if lengths is not None and "lengths" in inspect.signature(self.network.forward).parameters:
-            raise ArgumentError("over_time takes `lengths`, and so does the network", hint="Give it another name there.")
+        if lengths is not None:
+            if "lengths" in inspect.signature(self.network.forward).parameters:
+                raise ArgumentError("over_time takes `lengths`, and so does the network", hint="Give it another name there.")
+            check_lengths(lengths, [x for x in leaves((inputs, named)) if isinstance(x, Tensor)])
+            inputs, named = mapped(lambda x: cleared(x, lengths) if isinstance(x, Tensor) else x, (inputs, named))
         results = self._run(inputs, named, lengths)
         return results if lengths is None else mapped(lambda y: cleared(y, lengths) if isinstance(y, Tensor) else y, results)
 

@@ -21,7 +21,7 @@ from .._capture.signature import Signature
 from .._capture.trace import Meta
 from .._captured.captured_values import CapturedValues, lock
 from .._captured.side_effects import no_side_effects
-from .._ir.ends import end_of
+from .._ir.ends import end_of, stopping
 from .._ir.roles import Kind, Role, of_kind, roles
 from .._plan import parallel_time, plan
 from .._runtime.backends import BACKENDS, Kernel, NoKernel
@@ -87,7 +87,7 @@ class Program:
         if self._vjp is None:
             with lock:
                 assert self.blueprint.vjp is not None, "differentiate() comes first"
-                self._vjp = self._vjp or Vjp(self.sig, self.num_outputs, self.blueprint.vjp)
+                self._vjp = self._vjp or Vjp(self.sig, self.num_outputs, self.blueprint.vjp, self.end)
         return self._vjp
 
     def _storage(self) -> dict[Role, torch.dtype]:
@@ -122,7 +122,8 @@ class Program:
         """Return the backward kernel for many steps."""
         storage = self._storage_of(inputs)
         made = plan.plan_backward(self.vjp.graph, storage, chunk=self.chunk, wanted=wanted, cotangents=cotangents)
-        return plan.with_parts(plan.with_end(made, self.end), parts_of_one(self.vjp.params))
+        ends = not any(Role.of(r).kind is Kind.STATES_GRAD for r in cotangents)  # these flow past the end, too
+        return plan.with_parts(plan.with_end(made, self.end if ends else None), parts_of_one(self.vjp.params))
 
     def _storage_of(self, inputs: Sequence[torch.dtype]) -> dict[Role, torch.dtype]:
         """Return the dtypes in memory of what a backward reads and writes."""
@@ -181,8 +182,9 @@ class Program:
 class Vjp:
     """The VJP of a program (with the new states: one graph, one set of params), its prologues and its epilogues."""
 
-    def __init__(self, sig: Signature, num_outputs: int, lowered: LoweredVjp):
-        self.graph, self.statics, self.differentiable, self.flows = lowered.graph, lowered.statics, lowered.differentiable, lowered.flows
+    def __init__(self, sig: Signature, num_outputs: int, lowered: LoweredVjp, end: Role | None):
+        self.graph = lowered.graph if end is None else stopping(lowered.graph, end)
+        self.statics, self.differentiable, self.flows = lowered.statics, lowered.differentiable, lowered.flows
         self.params = self.statics.params
         self.captured = lowered.captured[: max(0, len(self.statics.grads) - sig.num_params)]  # those that have gradients come first
         self._first_state, self._outs = sig.num_inputs, num_outputs

@@ -14,7 +14,7 @@ from flexsn._captured.captured_values import look
 from flexsn._codegen import cpp
 from flexsn._program.compiled import Program
 from flexsn._runtime import parallel_time
-from flexsn.errors import ArgumentError, PiecesError
+from flexsn.errors import ArgumentError, OperandTypeError, PiecesError, ShapeMismatchError
 
 T, LENGTHS = 23, torch.tensor([0, 1, 23, 40, -3, 11, 16])  # of 23 steps: none, one, all, more than all, less than none
 B, D = len(LENGTHS), 5
@@ -138,6 +138,63 @@ def test_state_sequences_repeat_the_last_state(dtype):
     assert torch.equal(runs[0].states[0], runs[1].states[0]) and torch.equal(runs[0].outputs[0], runs[1].outputs[0])
     trail = runs[0].states[0]
     assert all(torch.equal(trail[t, 5], trail[10, 5]) for t in range(11, T)) and not torch.equal(trail[9, 5], trail[10, 5])
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_gradients_of_state_sequences_past_an_end(backend):
+    """They repeat the last state, to which the gradients of all of them flow: a read-out of the last step is that of each own end."""
+    _, x, (v,), _ = operands("lif", 9)
+    found = flexsn.scan(lif, (x,), (v,), lengths=LENGTHS, store_state_seqs=True, backend=backend)
+    _, after = loop(lif, x, [v], [], LENGTHS)
+    same(with_gradients([found.states[0][-1]], [x, v]), with_gradients(after, [x, v]))
+
+
+def test_a_core_that_is_not_finite_at_zero():
+    """An ended sequence takes zeros; what their gradients are reaches nothing, in kernels."""
+
+    def core(x, tau, v, w):
+        v = v + (w / x - v) / tau
+        return v.tanh(), v
+
+    torch.manual_seed(0)
+    x, tau = (torch.rand(6, 3, 2, dtype=torch.float64).add(0.5).requires_grad_() for _ in range(2))
+    w, lengths = torch.rand(2, dtype=torch.float64).requires_grad_(), torch.tensor([6, 3, 0])
+    found = flexsn.scan(core, (x, tau), (None,), (w,), lengths=lengths, strict=True).outputs[0]
+    leaves = [x, tau, w]
+    alone = [flexsn.scan(core, (x[:n, b], tau[:n, b]), (None,), (w,)).outputs[0] for b, n in enumerate(lengths.tolist()) if n]
+    same(torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(sum(y.sum() for y in alone), leaves))
+
+
+@pytest.mark.parametrize("width", [4, 5])  # as many as sequences, too
+@pytest.mark.filterwarnings("ignore::flexsn.errors.FallbackWarning")
+def test_values_of_fewer_dims_than_an_input(width):
+    def sums(x, v):
+        v = v * 0.9 + x.sum(-1)
+        return v, v.mean(-1), v
+
+    x, lengths = torch.rand(10, 4, width, 3), torch.tensor([2, 4, 8, 10])
+    for options in ({"lengths": lengths}, {"lengths": lengths, "resets": torch.rand(10, 4) < 0.2}):
+        found = flexsn.scan(sums, (x,), (torch.zeros(4, width),), **options)
+        for b, n in enumerate(lengths.tolist()):
+            resets = options["resets"][:n, b : b + 1] if "resets" in options else None
+            own = flexsn.scan(sums, (x[:n, b : b + 1],), (torch.zeros(1, width),), resets=resets, backend="torch")
+            for whole, part in zip(found.outputs, own.outputs, strict=True):
+                torch.testing.assert_close(whole[:n, b], part[:, 0])
+                assert not whole[n:, b].any()
+            torch.testing.assert_close(found.states[0][b : b + 1], own.states[0])
+
+
+def test_an_input_that_all_sequences_share():
+    """As many values as sequences; it comes first."""
+
+    def core(x, y, v):
+        v = v * 0.5 + x * y
+        return v, v
+
+    shared, x = torch.rand(6, 3), torch.rand(6, 3, 3)
+    lengths = torch.tensor([6, 3, 0])
+    found, plain = (flexsn.scan(core, (shared, x), (None,), lengths=n).outputs[0] for n in (lengths, None))
+    assert torch.equal(found, torch.where((torch.arange(6)[:, None] < lengths)[..., None], plain, 0.0))
 
 
 def test_pieces_count_on():
@@ -273,6 +330,12 @@ def test_over_time_refuses_what_would_be_lost():
         flexsn.over_time(Taken())(x, lengths=LENGTHS)
     with pytest.raises(ArgumentError, match="takes one step"):
         flexsn.over_time(Within())(x)
+    layer = flexsn.over_time(nn.Linear(D, 2))
+    for lengths in ([T] * B, torch.ones(B), LENGTHS[1:]):
+        with pytest.raises((OperandTypeError, ShapeMismatchError), match="`lengths`"):
+            layer(x, lengths=lengths)
+    layer(torch.where((torch.arange(T)[:, None] < LENGTHS)[..., None], x, torch.nan), lengths=LENGTHS).sum().backward()
+    assert layer.network.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("sort", [True, False])
@@ -290,6 +353,14 @@ def test_packed_sequences(sort):
     assert torch.equal(scanned.states[0], flexsn.scan(lif, (x,), (None,), lengths=lengths).states[0])
     assert torch.equal(pad_packed_sequence(scanned.outputs[0])[1], lengths)
     nn.LSTM(D, 4)(found)  # goes where such sequences go
+    other = pack_padded_sequence(x, lengths.flip(0), enforce_sorted=False)
+    for refused in (
+        lambda: flexsn.scan(lambda x, y, v: (x + y, v), (packed, other), (None,)),
+        lambda: flexsn.scan(lif, (packed,), (None,), lengths=lengths),
+        lambda: neuron(packed, lengths=lengths),
+    ):
+        with pytest.raises((ArgumentError, OperandTypeError)):
+            refused()
 
 
 def test_an_operand_named_lengths():

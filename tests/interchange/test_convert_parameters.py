@@ -140,12 +140,17 @@ CONVERTED = {
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_a_packed_sequence_is_told_to_be_padded(name):
+def test_a_packed_sequence_is_taken_or_told_to_be_padded(name):
     net = flexsn.convert(CONVERTED[name](), backend="torch").model
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    x, lengths = nn.utils.rnn.pad_packed_sequence(packed)
+    assert x.shape == (3, 2, 2) and lengths.tolist() == [3, 2]
+    if name == "spikingjelly":  # becomes a neuron of the zoo
+        found = nn.utils.rnn.pad_packed_sequence(net(packed))[0]
+        net.reset()
+        assert torch.equal(found, net(x, lengths=lengths))
+        return
     for begin in (lambda: None, lambda: net(torch.ones(3, 2, 1, 1, 1))):  # before the first call, and after one
         begin()
         with pytest.raises(OperandTypeError, match=r"must be a tensor, not PackedSequence[\s\S]*torch.nn.utils.rnn.pad_packed_sequence"):
             net(packed)
-    x, lengths = nn.utils.rnn.pad_packed_sequence(packed)
-    assert x.shape == (3, 2, 2) and lengths.tolist() == [3, 2]
