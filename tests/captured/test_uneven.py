@@ -13,7 +13,7 @@ from flexsn import surrogate
 from flexsn._captured.captured_values import look
 from flexsn._codegen import cpp
 from flexsn._program.compiled import Program
-from flexsn._runtime import parallel_time
+from flexsn._runtime import cpp_kernel, parallel_time
 from flexsn.errors import ArgumentError, OperandTypeError, PiecesError, ShapeMismatchError
 
 T, LENGTHS = 23, torch.tensor([0, 1, 23, 40, -3, 11, 16])  # of 23 steps: none, one, all, more than all, less than none
@@ -93,6 +93,25 @@ def test_each_sequence_is_as_on_its_own(name, backend):
             assert not whole[n:, b].any()
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "shape, lengths", [((3, 300), [23, 5, 0]), ((3, 300), [4, 0, 9]), ((40, 16), [23, 0, 3, 11] * 10), ((2, 128), [7, 8])]
+)
+def test_blocks_of_neurons_that_end_apart(shape, lengths, streamed, monkeypatch):
+    """In the same tile, on a CPU; `streamed`: rows go past the caches."""
+    if streamed:
+        monkeypatch.setattr(cpp_kernel, "_cache_bytes", lambda: 0)
+    torch.manual_seed(0)
+    x, n = (torch.randn(T, *shape, dtype=torch.float64) + 0.6).requires_grad_(), torch.tensor(lengths)
+    states = [torch.rand(shape, dtype=x.dtype).requires_grad_() for _ in range(2)]
+    tau = torch.rand(shape[1], dtype=x.dtype).add(1.5).requires_grad_()
+    core = fresh(adaptive)
+    found = flexsn.scan(core, (x,), states, (tau,), lengths=n, strict=True)
+    y, after = loop(adaptive, x, states, [tau], n)
+    leaves = [x, *states, tau]
+    same(with_gradients([*found.outputs, *found.states], leaves), with_gradients([*y, *after], leaves))
+
+
 @pytest.mark.parametrize("lengths", [[0, 0, 0], [1, 7, 0], [2, 3, -1], [7, 7, 7]], ids=str)
 @pytest.mark.parametrize("steps", [3, 17])
 def test_triton(lengths, steps):
@@ -140,12 +159,14 @@ def test_state_sequences_repeat_the_last_state(dtype):
     assert all(torch.equal(trail[t, 5], trail[10, 5]) for t in range(11, T)) and not torch.equal(trail[9, 5], trail[10, 5])
 
 
+@pytest.mark.parametrize("longest", [4, 9])  # all have ended, or one goes on
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_gradients_of_state_sequences_past_an_end(backend):
+def test_gradients_of_state_sequences_past_an_end(backend, longest):
     """They repeat the last state, to which the gradients of all of them flow: a read-out of the last step is that of each own end."""
     _, x, (v,), _ = operands("lif", 9)
-    found = flexsn.scan(lif, (x,), (v,), lengths=LENGTHS, store_state_seqs=True, backend=backend)
-    _, after = loop(lif, x, [v], [], LENGTHS)
+    lengths = LENGTHS.clamp(max=longest)
+    found = flexsn.scan(lif, (x,), (v,), lengths=lengths, store_state_seqs=True, backend=backend)
+    _, after = loop(lif, x, [v], [], lengths)
     same(with_gradients([found.states[0][-1]], [x, v]), with_gradients(after, [x, v]))
 
 
@@ -402,23 +423,24 @@ def programs_of(core, x, v):
     return [call.program for seen in look(core).over_parts.values() for call in seen.calls.values()]
 
 
-def test_parts_of_time_side_by_side():
-    """Of one neuron and many steps: a walk back whose parts begin past an end, too."""
+@pytest.mark.parametrize("ends", [(20_000, 3_000), (9_000, 3_000), (0, 8_500)])
+def test_parts_of_time_side_by_side(ends):
+    """Of one neuron and many steps: a walk back of which parts begin past an end, of one sequence or of all."""
     torch.manual_seed(0)
-    lengths, runs = torch.tensor([20_000, 3_000]), []
+    lengths, runs = torch.tensor(ends), []
     x = (torch.randn(20_000, 2, 1, dtype=torch.float64) + 0.6).requires_grad_()
     for most in (parallel_time.MOST_NEURONS, 0):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(parallel_time, "MOST_NEURONS", most)
-            y = flexsn.scan(fresh(), (x,), (None,), lengths=lengths, strict=True).outputs[0]
+            y = flexsn.scan(fresh(lif), (x,), (None,), lengths=lengths, strict=True).outputs[0]
             runs.append([y, *torch.autograd.grad(y.square().sum(), x)])
     same(*runs)
 
 
-def fresh():
+def fresh(core):
     """Return a core that no call knows yet."""
 
-    def core(x, v):
-        return lif(x, v)
+    def new(*operands):
+        return core(*operands)
 
-    return core
+    return new

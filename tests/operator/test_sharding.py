@@ -468,6 +468,24 @@ def check_parts_of_time(rank, world):
         close(a, b)
 
 
+def check_lengths_and_resets(rank, world):
+    """They are sharded as the batch is; what lies nowhere on the mesh is refused."""
+    mesh = init_device_mesh(device(), (world,))
+    x, lengths, resets = random(9, 4, 3) * 2, torch.tensor([9, 4, 0, 12], device=device()), random(9, 4) > 0.5
+    for t in (x, resets):
+        dist.broadcast(t, 0)
+    neuron, found = flexsn.LIF(stateful=False, learn_tau=True).to(device()), []
+    sharded = [distribute_tensor(t, mesh, [Shard(dim)]) for t, dim in ((x, 1), (lengths, 0), (resets, 1))]
+    for given, n, mask in ((x, lengths, resets), sharded):
+        leaf = given.detach().requires_grad_()
+        y = neuron(leaf, lengths=n, resets=mask)
+        found.append((full(y), full(torch.autograd.grad(y.square().sum(), leaf)[0])))
+    for a, b in zip(*found, strict=True):
+        close(a, b)
+    with pytest.raises(ShardingError, match="`lengths` is a plain tensor"):
+        neuron(sharded[0], lengths=lengths)
+
+
 def check_compiled(rank, world):
     """Parallel layers under torch.compile."""
     mesh, net = init_device_mesh(device(), (world,)), mlp()

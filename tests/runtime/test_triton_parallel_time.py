@@ -100,3 +100,25 @@ def test_growing_states_with_a_loss_on_the_first_steps(walks):
     found = torch.autograd.grad(y[:10].sum(), x)[0]
     assert walks and found.isfinite().all() and not found[10:].any()
     torch.testing.assert_close(found[:10, 0], torch.tensor([sum(50.0**k for k in range(10 - t)) for t in range(10)]))
+
+
+@pytest.mark.parametrize("ends", [(1.0, 0.15), (0.5, 0.0), (0.98, 1.0)])
+def test_sequences_that_end(walks, ends):
+    """Parts that begin past the end of all sequences of a program start from the states at it."""
+    T = steps()
+    lengths, found = torch.tensor([int(share * T) for share in ends]), []
+
+    def run():
+        torch.manual_seed(0)
+        x = (torch.randn(T, 2, 2, dtype=torch.float64) + 0.8).requires_grad_()
+        v = torch.rand(2, 2, dtype=torch.float64).requires_grad_()
+        results = flexsn.scan(CORES["lif"][0], (x,), (v,), lengths=lengths, backend="triton")
+        weights = torch.linspace(1, 2, T, dtype=x.dtype, device=x.device)[:, None, None]
+        return torch.autograd.grad((results.outputs[0] * weights).sum() + results.states[0].square().sum(), [x, v])
+
+    found.append(run())
+    assert walks == [Kind.STATE_GRAD]
+    with one_after_the_other():
+        found.append(run())
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
